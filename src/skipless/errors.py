@@ -1,0 +1,32 @@
+"""The one exception that users see, and the suggestion that goes into it.
+
+Every mistake a user can make ends as a `UserError`: one sentence that names the value, what was
+expected and the next step. The CLI prints it without a traceback and exits with 2.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake in the input, told in one sentence. Subclass of ValueError, so libraries may
+    catch it as such."""
+
+
+def suggestion(name: str, known: Iterable[str], *, noun: str = "name") -> str:
+    """Return the tail of an error message: near names of `name` first, else all that exist."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if near:
+        return "did you mean " + " or ".join(repr(n) for n in near) + "?"
+    return f"known {noun}s: {', '.join(known)}" if known else f"no {noun} is known here"
+
+
+def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
+    """Return `value` if it is one of `choices`; raise UserError with near names otherwise."""
+    choices = list(choices)
+    if value not in choices:
+        raise UserError(f"{what} is {value!r}; {suggestion(str(value), choices, noun='value')}")
+    return value

@@ -1,0 +1,178 @@
+"""Dataclasses to JSON and back, and leaf overrides by dotted name. No torch here.
+
+`Config` is the base of every settings class in `skipless.config`; this file is the machinery and
+knows none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from functools import cache
+from typing import Any, Literal, Union
+
+from skipless.errors import UserError, suggestion
+
+
+class Config:
+    """Base of all settings: JSON both ways, checked while reading."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dict; tuples become lists, as in JSON."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], *, where: str = ""):
+        """Build from a nested dict. Missing keys keep their default; unknown keys are errors.
+
+        Raises UserError naming the key, or the value and the type that was expected.
+        """
+        if not isinstance(values, dict):
+            raise UserError(f"{where or cls.__name__} is {values!r}; a JSON object was expected")
+        hints = _hints(cls)
+        for key in values:
+            if key not in hints:
+                raise UserError(f"unknown setting {where}{key}; {suggestion(key, hints)}")
+        return cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in values.items()})
+
+
+def to_json(config: Config) -> str:
+    """The settings as indented JSON text with a final newline."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def from_json(cls: type[Config], text: str, *, where: str = "") -> Any:
+    """The inverse of `to_json`. Raises UserError for text that is not JSON or does not fit."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where or 'the settings'} is not valid JSON ({error})") from None
+    return cls.from_dict(values)
+
+
+def leaves(config: Config, prefix: str = "") -> dict[str, Any]:
+    """Every leaf by dotted name: {"optim.lr": 0.001, ...}, in order of definition."""
+    found: dict[str, Any] = {}
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, item.name)
+        name = prefix + item.name
+        found.update(leaves(value, name + ".") if isinstance(value, Config) else {name: value})
+    return found
+
+
+def override(config: Any, changes: dict[str, Any]) -> Any:
+    """Replace leaves by dotted name; text values are parsed by the leaf's type.
+
+    `override(run, {"optim.lr": "3e-4", "model.connection.kind": "rezero"})`. Tuples take
+    comma-separated text, None is written "none". All changes are applied before the settings are
+    checked, so that two that only fit together can be changed together. Raises UserError for an
+    unknown name (with near ones) or a value of the wrong type.
+    """
+    known = leaves(config)
+    tree = config.to_dict()
+    for name, value in changes.items():
+        if name not in known:
+            raise UserError(f"unknown setting {name}; {suggestion(name, known, noun='setting')}")
+        *parents, leaf = name.split(".")
+        node, cls = tree, type(config)
+        for parent in parents:
+            node, cls = node[parent], _hints(cls)[parent]
+        hint = _hints(cls)[leaf]
+        node[leaf] = _parse(value, hint, name) if isinstance(value, str) else value
+    return type(config).from_dict(tree)
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (Union, types.UnionType)
+
+
+def _describe(hint: Any) -> str:
+    if _is_union(hint):
+        return " or ".join(_describe(arg) for arg in typing.get_args(hint))
+    if hint is types.NoneType:
+        return "none"
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(repr(v) for v in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return f"a list of {_describe(typing.get_args(hint)[0])}"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """Check a JSON value against a type hint and return it in that type."""
+    wrong = UserError(f"{where} is {value!r}; expected {_describe(hint)}")
+    if _is_union(hint):
+        for arg in typing.get_args(hint):
+            try:
+                return _convert(value, arg, where)
+            except UserError:
+                continue
+        raise wrong
+    if hint is types.NoneType:
+        if value is not None:
+            raise wrong
+        return None
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value not in args:
+            raise wrong
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise wrong
+        if args[-1] is Ellipsis:
+            return tuple(_convert(v, args[0], f"{where}[{i}]") for i, v in enumerate(value))
+        if len(value) != len(args):
+            raise wrong
+        pairs = zip(value, args, strict=True)
+        return tuple(_convert(v, a, f"{where}[{i}]") for i, (v, a) in enumerate(pairs))
+    if isinstance(hint, type) and issubclass(hint, Config):
+        return value if isinstance(value, hint) else hint.from_dict(value, where=where + ".")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is int and isinstance(value, bool):
+        raise wrong
+    if not isinstance(value, hint):
+        raise wrong
+    return value
+
+
+def _parse(text: str, hint: Any, where: str) -> Any:
+    """Text from a command line to the JSON value of a leaf."""
+    if _is_union(hint):
+        args = typing.get_args(hint)
+        if types.NoneType in args and text.lower() == "none":
+            return None
+        return _parse(text, next(a for a in args if a is not types.NoneType), where)
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        if isinstance(inner, type) and issubclass(inner, Config):
+            return _json(text, where)
+        return [_parse(part.strip(), inner, where) for part in text.split(",") if part.strip()]
+    expected = UserError(f"{where} is {text!r}; expected {_describe(hint)}")
+    if hint is bool:
+        if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+            raise expected
+        return text.lower() in ("true", "1", "yes")
+    try:
+        if hint is int:
+            return int(text.replace("_", ""))
+        if hint is float:
+            return float(text)
+    except ValueError:
+        raise expected from None
+    return text
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where} is {text!r}; expected JSON ({error})") from None

@@ -1,0 +1,284 @@
+"""A run on disk: one directory, written so that nothing is ever half there.
+
+    config.json        the RunConfig, first thing written
+    environment.json   versions, CPU, threads
+    metrics.jsonl      a line a step; held-out losses on lines of their own
+    probes.jsonl       measurements inside the model during training
+    checkpoint/        to resume from
+    model.safetensors  the trained weights, written last
+
+Whole files go to a temporary name and are renamed; logs are appended line by line, and a torn last
+line (power cut) is dropped on reading. Only one process may hold a run (`lock`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from skipless.config import RunConfig, from_json, to_json
+from skipless.errors import UserError
+from skipless.jsonable import leaves
+
+CONFIG, ENVIRONMENT = "config.json", "environment.json"
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; rename it to `path` when the block succeeds.
+
+    On any exception the temporary file or folder is removed and `path` stays as it was. OSError
+    (disk full, no permission) becomes a UserError that names the path.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        if temporary.is_dir() and path.is_dir():
+            old = temporary.with_suffix(".old")
+            os.replace(path, old)
+            os.replace(temporary, path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(temporary, path)
+    except BaseException as error:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise _disk_error(path, error) from error
+        raise
+
+
+def write_atomic(path: str | Path, content: bytes | str) -> Path:
+    """Write `content` to `path` through a temporary name. Returns the path."""
+    data = content.encode() if isinstance(content, str) else content
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Path(path)
+
+
+def _disk_error(path: Path, error: OSError) -> UserError:
+    reason = error.strerror or str(error)
+    return UserError(
+        f"cannot write {path}: {reason}; what was there before is untouched, so free space or fix "
+        "the permission and run the same command again"
+    )
+
+
+def to_strict_json(value: Any, **options: Any) -> str:
+    """JSON that every reader accepts: NaN and infinities become null."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+class RunDir:
+    """Access to one run directory. `create` makes it, `open` expects it."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @classmethod
+    def create(cls, path: str | Path, config: RunConfig, *, fresh: bool = False) -> RunDir:
+        """Make the directory, or reuse one that holds the same settings (to resume).
+
+        Raises UserError if it holds other settings and `fresh` is False; the first differing
+        settings are named. `fresh` removes the former run, but only a directory that is one.
+        """
+        run = cls(path)
+        existing = run / CONFIG
+        if fresh and existing.exists():
+            with run.lock():
+                shutil.rmtree(run.path)
+        if existing.exists():
+            _check_same(run.config(), config, run.path)
+            return run
+        if run.path.exists() and any(p.name != ".lock" for p in run.path.iterdir()):
+            raise UserError(
+                f"{run.path} exists and is not a run of ours (it has no {CONFIG}); choose another "
+                "directory"
+            )
+        write_atomic(run / ENVIRONMENT, to_strict_json(environment(), indent=2) + "\n")
+        write_atomic(existing, to_json(config))
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDir:
+        """Expect an existing run. Raises UserError if there is none."""
+        run = cls(path)
+        if not (run / CONFIG).exists():
+            raise UserError(
+                f"{run.path} is not a run directory (no {CONFIG}); make one with "
+                "`skipless train RECIPE --out DIR`"
+            )
+        return run
+
+    def config(self) -> RunConfig:
+        """The settings of this run."""
+        path = self / CONFIG
+        return from_json(RunConfig, path.read_text(), where=str(path))
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the run exclusively. Raises UserError if another process holds it.
+
+        The lock belongs to the open file, so it vanishes with its process, even a killed one.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self / ".lock", "a+") as file:
+            if not _try_lock(file):
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise UserError(
+                    f"{self.path} is in use by another process (pid {holder}); wait for it or "
+                    "choose another directory"
+                )
+            file.seek(0)
+            file.truncate()
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Append one JSON line. Raises UserError when the disk refuses."""
+        path = self / name
+        line = to_strict_json(row) + "\n"
+        try:
+            with open(path, "ab") as file:
+                start = file.tell()
+                try:
+                    file.write(line.encode())
+                    file.flush()
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.truncate(path, start)
+                    raise
+        except OSError as error:
+            raise _disk_error(path, error) from error
+
+    def read_jsonl(self, name: str) -> list[dict[str, Any]]:
+        """All rows; an unfinished last line is left out. Missing file: no rows."""
+        path = self / name
+        if not path.exists():
+            return []
+        rows = []
+        lines = path.read_text().splitlines()
+        for number, line in enumerate(lines, start=1):
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                if number == len(lines):
+                    break
+                raise UserError(
+                    f"{path} line {number} is not JSON; delete the line or the run directory"
+                ) from None
+        return rows
+
+    def truncate_jsonl(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
+        """Keep only the rows for which `keep` holds (used when resuming)."""
+        rows = self.read_jsonl(name)
+        text = "".join(to_strict_json(row) + "\n" for row in rows if keep(row))
+        if (self / name).exists():
+            write_atomic(self / name, text)
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Write one JSON file atomically; NaN becomes null."""
+        return write_atomic(self / name, to_strict_json(value, indent=1) + "\n")
+
+    def read_json(self, name: str, default: Any = None) -> Any:
+        """One JSON file, or `default` when it is missing."""
+        path = self / name
+        if not path.exists():
+            return default
+        try:
+            return json.loads(path.read_text())
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{path} is not valid JSON ({error}); delete it to make it anew"
+            ) from None
+
+
+def environment() -> dict[str, Any]:
+    """Versions, processor and threads; what a reader needs to judge the timings."""
+    import torch
+
+    import skipless
+
+    cuda = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "skipless": skipless.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": cuda,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _check_same(old: RunConfig, new: RunConfig, path: Path) -> None:
+    before, after = leaves(old), leaves(new)
+    differing = [k for k in after if before.get(k) != after[k]]
+    if differing:
+        first = differing[0]
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise UserError(
+            f"{path} holds a run with other settings ({first} is {before.get(first)!r} there and "
+            f"{after[first]!r} here{more}); choose another directory or start anew with --fresh"
+        )
+
+
+def _try_lock(file) -> bool:
+    """Exclusive, non-blocking, tied to the open file."""
+    if os.name == "nt":
+        import msvcrt
+
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError:
+            return False
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
