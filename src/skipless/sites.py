@@ -200,8 +200,12 @@ def _holds_linear(module: nn.Module) -> bool:
     return any(is_linear(m) or isinstance(m, nn.MultiheadAttention) for m in module.modules())
 
 
+def _ends(linears: list[nn.Module]) -> tuple[int, int]:
+    return _widths(linears[0])[0], _widths(linears[-1])[1]
+
+
 def _sublayers(block: nn.Module) -> list[str]:
-    """Children of a block that lead from the stream back to its width."""
+    """Children of a block that lead from the stream's width back to it."""
     linears = [m for m in block.modules() if is_linear(m)]
     width = _widths(linears[0])[0] if linears else None
     found = []
@@ -209,7 +213,7 @@ def _sublayers(block: nn.Module) -> list[str]:
         inner = [m for m in child.modules() if is_linear(m)]
         if isinstance(child, nn.MultiheadAttention):
             found.append(name)
-        elif inner and inner[0] is not child and _widths(inner[-1])[1] == width:
+        elif inner and inner[0] is not child and _ends(inner) == (width, width):
             found.append(name)
     return found
 
@@ -259,7 +263,9 @@ def _from_structure(model: nn.Module) -> list[Site]:
             embedded = True
             add(name, "output", "embedding", local)
         elif "norm" in class_name.lower() and not _holds_linear(module):
-            add(name, "output", "norm_output", local)
+            # A norm that is a block's own child feeds what follows, whatever its name says
+            # ("post_attention_layernorm" feeds the MLP): no sublayer is claimed for it.
+            add(name, "output", "norm_output", local if "." in local else "")
         elif isinstance(module, nn.Softmax):
             add(name, "output", "probabilities", local)
         elif not list(module.children()) and _ACTIVATION.search(class_name):

@@ -1,0 +1,1 @@
+"""What happens inside a model: moments, geometry of joins, attention, spectra, gradients."""
