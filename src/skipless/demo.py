@@ -2,8 +2,8 @@
 
 Each row is a process of its own with one thread (`skipless train ROW --measure`): two small models
 side by side use two cores better than one model on both. This process only starts them, reads the
-lines they append to metrics.jsonl, and draws the progress. Ctrl-C reaches the rows too; each saves
-a checkpoint, and the same command continues.
+lines they append to metrics.jsonl, and draws the progress. Ctrl-C is passed on; each row saves a
+checkpoint, and the same command continues.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ class Row:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches it once, through _stop
             )
 
     def read_progress(self) -> None:

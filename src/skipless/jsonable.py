@@ -163,12 +163,19 @@ def _parse(text: str, hint: Any, where: str) -> Any:
         return text.lower() in ("true", "1", "yes")
     try:
         if hint is int:
-            return int(text.replace("_", ""))
+            number = float(text)  # 5e6 is a fine way to write five million
+            return int(text) if "e" not in text.lower() else _whole(number)
         if hint is float:
             return float(text)
     except ValueError:
         raise expected from None
     return text
+
+
+def _whole(number: float) -> int:
+    if not number.is_integer():
+        raise ValueError(number)
+    return int(number)
 
 
 def _json(text: str, where: str) -> Any:

@@ -1,0 +1,342 @@
+"""The `skipless` command. Subcommands only; the work is in the rooms, imported inside.
+
+Every subcommand exits 0 on success, 2 on bad input (one sentence on stderr; `--traceback` shows
+where), 130 on Ctrl-C. Results go to stdout, progress to stderr. `--help` must not import torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from skipless.errors import UserError, suggestion
+
+Positional = tyro.conf.Positional
+
+
+def demo(
+    fast: bool = False,
+    fresh: bool = False,
+    out: str | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Train, measure, quantise and compare all rows; write one HTML report.
+
+    Seven small models on the same text: residual and residual-free, with AdamW, KL-Shampoo and
+    Muon, and the paper's literal settings. Interrupted, it continues where it stopped.
+
+    Args:
+        fast: the same shape of work in under two minutes (not for conclusions).
+        fresh: start anew instead of resuming.
+        out: directory of runs and report; default runs/demo or runs/demo-fast.
+        jobs: rows that train at a time; default one a core.
+    """
+    from skipless.demo import run_demo
+
+    run_demo(fast=fast, fresh=fresh, out=out, jobs=jobs)
+
+
+def list_(prefix: Positional[str] = "", json: bool = False) -> None:
+    """List the recipes (named runs), optionally only those starting with PREFIX."""
+    from skipless import recipes
+
+    names = recipes.names(prefix)
+    if not names:
+        raise UserError(
+            f"no recipe starts with {prefix!r}; "
+            f"{suggestion(prefix, recipes.names(), noun='recipe')}"
+        )
+    if json:
+        _print_json({name: recipes.describe(name) for name in names})
+        return
+    width = max(map(len, names))
+    for name in names:
+        print(f"{name:<{width}}  {recipes.describe(name)}")
+
+
+def show(name: Positional[str], json: bool = False) -> None:
+    """Show every setting of a recipe or of a run directory.
+
+    What it prints as `optim.lr = 0.003` is changed by `--optim.lr 0.003` in `skipless train`.
+
+    Args:
+        name: a recipe (`skipless list`) or a run directory.
+        json: print JSON, which can be read back.
+    """
+    from skipless.jsonable import leaves, to_json
+
+    config = _config(name)
+    if json:
+        print(to_json(config), end="")
+        return
+    for key, value in leaves(config).items():
+        print(f"{key} = {value!r}")
+
+
+def data(
+    action: Positional[Literal["list", "get", "prepare"]],
+    names: Positional[tuple[str, ...]] = (),
+    vocab_size: int = 2048,
+    json: bool = False,
+) -> None:
+    """Named texts: list them, fetch some, or tokenise them.
+
+    Args:
+        action: list | get NAME... | prepare NAME_OR_PATH...
+        names: named sources, files or folders (.txt, .jsonl, .parquet), or hf:NAME.
+        vocab_size: of the tokeniser that `prepare` trains.
+        json: print JSON.
+    """
+    from skipless import data as room
+    from skipless.config import DataConfig
+
+    if action == "list":
+        rows = room.sources()
+        if json:
+            _print_json(rows)
+            return
+        for row in rows:
+            print(f"{row['name']:<14} {row['licence']:<16} {row['note']}")
+        return
+    if not names:
+        raise UserError(f"data {action} needs at least one name; `skipless data list` shows them")
+    if action == "get":
+        results = [room.fetch(name) for name in names]
+        _print_json(results) if json else [print(r["summary"]) for r in results]
+        return
+    prepared = room.prepare(DataConfig(sources=names), vocab_size)
+    print(prepared.describe())
+
+
+def train(
+    recipe: Positional[str],
+    out: str | None = None,
+    fresh: bool = False,
+    measure: bool = False,
+    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+) -> None:
+    """Train a recipe (or continue the run in --out), any setting changed by --its.name VALUE.
+
+    For example: skipless train demo-rf-kl --out runs/mine --optim.lr 1e-3 --train.num_tokens 1e6.
+    `skipless show demo-rf-kl` prints all settings. Under torchrun the same command trains on
+    several processes or machines.
+
+    Args:
+        recipe: a name from `skipless list`, or a JSON file written by `skipless show NAME --json`.
+        out: run directory; default runs/RECIPE. Holding an unfinished run, it is resumed.
+        fresh: remove the run in --out first.
+        measure: afterwards evaluate, quantise, probe and sample, as the report wants.
+    """
+    from skipless.jsonable import override
+
+    config = override(_config(recipe), overrides or {})
+    directory = Path(out or f"runs/{config.name}")
+
+    from skipless.train import load_run
+    from skipless.train import train as train_run
+
+    result = train_run(config, directory, fresh=fresh)
+    if measure:
+        from skipless.log import say
+        from skipless.measure import measure_all
+
+        measure_all(load_run(directory), say=say)
+    print(f"{directory}  held-out loss {result.held_out_loss:.4f} nats after {result.step} steps")
+
+
+def eval_(run: Positional[str], num_tokens: int | None = None, json: bool = False) -> None:
+    """Held-out loss, perplexity and bits per byte of a trained run -> eval.json."""
+    from skipless.measure import evaluate_run
+
+    result = evaluate_run(_load(run), num_tokens=num_tokens)
+    if json:
+        _print_json(result)
+        return
+    print(
+        f"loss {result['held_out_loss']:.4f} ± {result['standard_error']:.4f} nats, "
+        f"perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte "
+        f"({result['num_tokens']} held-out tokens)"
+    )
+
+
+def probe(run: Positional[str], num_tokens: int | None = None, json: bool = False) -> None:
+    """Statistics of the activations at every site of a trained run -> probe.json."""
+    from skipless.measure import probe_run
+
+    result = probe_run(_load(run), num_tokens=num_tokens)
+    if json:
+        _print_json(result)
+        return
+    print(f"{'site':<44} {'kurtosis':>10} {'max/sd':>8} {'sd':>9}")
+    for row in result["sites"]:
+        print(
+            f"{row['site']:<44} {row['kurtosis']:>10.2f} {row['max_over_std']:>8.1f} "
+            f"{row['std']:>9.4g}"
+        )
+
+
+def quantize(
+    run: Positional[str],
+    schemes: tuple[str, ...] = (),
+    scopes: tuple[Literal["linear", "block", "all"], ...] = (),
+    num_tokens: int | None = None,
+    json: bool = False,
+) -> None:
+    """Held-out loss of a trained run under simulated quantisation -> quant.json.
+
+    Args:
+        run: a run directory.
+        schemes: for example W8A8 W4A4 W8A6-a:token; default the run's own list.
+        scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
+            all (also queries, keys, values, probabilities).
+        num_tokens: held-out tokens to evaluate on.
+        json: print JSON.
+    """
+    from skipless.log import say
+    from skipless.measure import quantize_run
+
+    result = quantize_run(
+        _load(run),
+        schemes=schemes or None,
+        scopes=scopes or None,
+        num_tokens=num_tokens,
+        say=lambda text: None if json else say(text),
+    )
+    if json:
+        _print_json(result)
+        return
+    print(f"full precision {result['full_precision']:.4f} nats")
+    for row in result["rows"]:
+        print(
+            f"{row['scheme']:<12} {row['scope']:<7} {row['loss']:.4f}  +{row['increase']:.4f} nats"
+        )
+
+
+def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
+    """Compare run directories in one self-contained HTML file.
+
+    Args:
+        runs: run directories; a directory that contains run directories stands for them.
+        out: where to write; PNG and JSON files go beside it.
+    """
+    from skipless.report import build_report, find_runs, print_table
+
+    directories = find_runs(runs)
+    path = build_report(directories, Path(out))
+    print_table(directories)
+    print(path)
+
+
+COMMANDS = {
+    "demo": demo,
+    "list": list_,
+    "show": show,
+    "data": data,
+    "train": train,
+    "eval": eval_,
+    "probe": probe,
+    "quantize": quantize,
+    "report": report,
+}
+
+
+def _config(name: str) -> Any:
+    from skipless import recipes
+    from skipless.config import RunConfig, from_json
+    from skipless.rundir import RunDir
+
+    path = Path(name)
+    if path.is_dir():
+        return RunDir.open(path).config()
+    if path.suffix == ".json":
+        if not path.exists():
+            raise UserError(f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one")
+        return from_json(RunConfig, path.read_text(), where=str(path))
+    return recipes.get(name)
+
+
+def _load(run: str) -> Any:
+    from skipless.train import load_run
+
+    return load_run(run)
+
+
+def _split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--optim.lr 3e-4` and `--optim.lr=3e-4` (any name with a dot) out of `arguments`."""
+    rest, settings = [], {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word[2:].partition("=")
+        if not word.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, None)
+            if value is None:
+                raise UserError(f"{word} has no value; write {word} VALUE")
+        settings[name.replace("-", "_")] = value
+    return rest, settings
+
+
+def _print_json(value: Any) -> None:
+    from skipless.rundir import to_strict_json
+
+    print(to_strict_json(value, indent=2))
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        raise UserError(
+            f"unknown command {arguments[0]!r}; "
+            f"{suggestion(arguments[0], COMMANDS, noun='command')}"
+        )
+    arguments, settings = _split_settings(arguments)
+    if settings and arguments[:1] != ["train"]:
+        raise UserError(
+            f"--{next(iter(settings))} is a setting of a run; only `skipless train` takes settings"
+        )
+    tyro.extras.subcommand_cli_from_dict(
+        {**COMMANDS, "train": functools.partial(train, overrides=settings)},
+        prog="skipless",
+        description=(__doc__ or "").splitlines()[0],
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    if not words:
+        words = ["--help"]
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        _run(words)
+    except UserError as error:
+        if traceback:
+            raise
+        print(f"skipless: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("skipless: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as in `skipless list | head`
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _as_interrupt(*_: Any) -> None:
+    """A polite kill saves and stops like Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
