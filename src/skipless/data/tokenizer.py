@@ -1,0 +1,131 @@
+"""Byte-level BPE: training, loading, and the one wrapper that the rest of the package sees.
+
+Any text goes to token ids and back without loss. One token, `<|endoftext|>` (id 0), separates
+documents; text that happens to contain those characters is encoded as ordinary text, so data can
+never inject a separator. Training is deterministic. `skipless.data.prepare` trains it on the
+training split only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from skipless.errors import UserError
+from skipless.rundir import write_atomic
+
+EOS = "<|endoftext|>"
+_EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "[SEP]")
+_CHUNK = 200_000  # characters per call: bounds memory for books of any length
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the few things this package needs of it.
+
+    `vocab_size` is one more than the largest id; `eos_id` the separator's id, or None if a foreign
+    tokenizer has none of the usual ones.
+    """
+
+    def __init__(self, inner, path: Path) -> None:
+        self.inner = inner
+        self.path = path
+        inner.encode_special_tokens = True  # text cannot inject the separator
+        inner.no_padding()
+        inner.no_truncation()
+        found = [inner.token_to_id(name) for name in _EOS_NAMES]
+        self.eos_id: int | None = next((i for i in found if i is not None), None)
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without separators."""
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_chunks(self, text: str) -> Iterator[list[int]]:
+        """Token ids of a text of any length, piece by piece (cut between paragraphs)."""
+        pieces = list(chunks(text))
+        for start in range(0, len(pieces), 16):
+            part = pieces[start : start + 16]
+            for encoding in self.inner.encode_batch_fast(part, add_special_tokens=False):
+                yield encoding.ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Raises UserError for an id outside the vocabulary."""
+        ids = [int(i) for i in ids]
+        for i in ids:
+            if not 0 <= i < self.vocab_size:
+                raise UserError(
+                    f"token id {i} is outside the vocabulary of {self.path} "
+                    f"({self.vocab_size} tokens); use the tokenizer the model was trained with"
+                )
+        return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def chunks(text: str, size: int = _CHUNK) -> Iterator[str]:
+    """Cut `text` into pieces of about `size` characters, after a blank line, newline or space."""
+    start = 0
+    while len(text) - start > size:
+        window = text[start : start + size]
+        cut = next((window.rfind(mark) + len(mark) for mark in ("\n\n", "\n", " ")
+                    if window.rfind(mark) > size // 2), size)  # fmt: skip
+        yield window[:cut]
+        start += cut
+    if start < len(text):
+        yield text[start:]
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
+    """Train a byte-level BPE and write it to `path` (tokenizer.json). Deterministic.
+
+    A small text may have fewer distinct pairs than asked for; then the vocabulary is smaller.
+    Raises UserError for a vocabulary that cannot hold the 256 bytes and the separator.
+    """
+    if vocab_size < 257:
+        raise UserError(
+            f"vocab_size is {vocab_size}; a byte-level BPE needs at least 257 (256 bytes and "
+            f"the separator {EOS})"
+        )
+    from tokenizers import Tokenizer as Inner
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    inner = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator((piece for text in texts for piece in chunks(text)), trainer)
+    write_atomic(path, inner.to_str(pretty=True))
+    return Tokenizer(inner, Path(path))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Open a tokenizer.json, or a folder that holds one.
+
+    Raises UserError if it is missing or is not a tokenizer file.
+    """
+    from tokenizers import Tokenizer as Inner
+
+    path = Path(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise UserError(
+            f"{file} does not exist; data.tokenizer is 'bpe' or the path of a tokenizer.json"
+        )
+    try:
+        inner = Inner.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception
+        reason = re.sub(r"\s+", " ", str(error))
+        raise UserError(
+            f"{file} is not a tokenizer.json ({reason}); rebuild or replace it"
+        ) from None
+    return Tokenizer(inner, file)
+
+
+def tokenizer_hash(path: str | Path) -> str:
+    """SHA-256 of the tokenizer file as hex."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
