@@ -1,0 +1,357 @@
+"""One torch optimiser for a whole model: a spectral method for matrices, AdamW for the rest.
+
+`RoleOptimizer` owns what every method shares: parameters to groups by role, the AdamW tail,
+non-finite gradients (skipped and counted), float32 state that survives `load_state_dict`, sharded
+(DTensor) parameters, metrics and `describe()`. A method subclasses it and writes
+`_update_matrices`. Read by whitening.py, muon.py, build.py.
+
+Group keys: role, algorithm ("adamw" or the method), lr, base_lr (what a schedule multiplies),
+betas, eps, weight_decay, param_names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from skipless.errors import UserError
+from skipless.optim.blocks import Layout, make_layout
+from skipless.optim.roles import (
+    GAIN_DECAY_ROLES,
+    SPECTRAL_ROLES,
+    parameter_roles,
+    roles_from_tensors,
+)
+from skipless.optim.sharding import full, is_sharded, local
+
+Named = tuple[str, Tensor]
+
+
+class RoleOptimizer(torch.optim.Optimizer):
+    """Base of every optimiser here. `params` may be a model, named parameters, parameters or
+    groups; a group may fix its own "role" and any default."""
+
+    algorithm = "adamw"
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adamw_lr: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.98),
+        adamw_eps: float = 1e-8,
+        gain_lr: float | None = None,
+        gain_weight_decay: float = 0.0,
+        block_size: int | None = None,
+        split: dict[str, int] | None = None,
+        spectral_roles: tuple[str, ...] = SPECTRAL_ROLES,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            if not value >= 0 or not math.isfinite(value):
+                raise UserError(f"{what} is {value}; a finite number from 0 on was expected")
+        for what, pair in (("betas", betas), ("adamw_betas", adamw_betas)):
+            if len(pair) != 2 or not all(0 <= b < 1 for b in pair):
+                raise UserError(f"{what} is {pair}; two decays in [0, 1) were expected")
+        defaults = {
+            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
+            "role": None, "algorithm": None, "base_lr": None, **(extra or {}),
+        }  # fmt: skip
+        self._tail = {
+            "lr": lr if adamw_lr is None else adamw_lr, "betas": tuple(adamw_betas),
+            "eps": adamw_eps,
+        }  # fmt: skip
+        self._gain_lr = self._tail["lr"] if gain_lr is None else gain_lr
+        self._gain_weight_decay = gain_weight_decay
+        self._block_size = block_size
+        self._split = dict(split or {})
+        self._spectral_roles = spectral_roles
+        self._layouts: dict[Tensor, Layout] = {}
+        self._names: dict[Tensor, str] = {}
+        self.collect_metrics = False
+        self.skipped: dict[str, int] = {}
+        """Non-finite gradients left out so far, by parameter name."""
+        self._metrics: dict[str, float] = {}
+        super().__init__(self._as_groups(params), defaults)
+        unused = [k for k in self._split if not any(k in n for n in self._names.values())]
+        if unused:
+            raise UserError(f"split names {unused}, which is part of no parameter's name")
+
+    # ---- parameters to groups -------------------------------------------------------------
+
+    def _as_groups(self, params: nn.Module | Iterable) -> list[dict[str, Any]]:
+        if isinstance(params, nn.Module):
+            named = list(params.named_parameters())
+            groups = self._by_role(named, parameter_roles(params), {})
+            covered = [n for g in groups for n, _ in g["params"]]
+            assert sorted(covered) == sorted(n for n, _ in named), "a parameter has no group"
+            return groups
+        if isinstance(params, Tensor):
+            raise UserError("params is one tensor; pass a model, parameters, or groups")
+        params = list(params)
+        if not params:
+            raise UserError("params is empty; pass a model, parameters, or groups")
+        if not isinstance(params[0], dict):
+            params = [{"params": params}]
+        return [g for group in params for g in self._split_group(group)]
+
+    def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """One user's group to groups of one treatment each."""
+        entries = group["params"]
+        entries = [entries] if isinstance(entries, Tensor) else list(entries)
+        names = group.get("param_names")
+        if names is not None and not (entries and isinstance(entries[0], tuple)):
+            entries = list(zip(names, entries, strict=True))
+        first = len(getattr(self, "_names", {}))
+        named = [
+            e if isinstance(e, tuple) else (f"parameter_{first + i}", e)
+            for i, e in enumerate(entries)
+        ]
+        for name, p in named:
+            self._names[p] = name
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        role = options.get("role")
+        roles = {n: role for n, _ in named} if role else roles_from_tensors(named)
+        return self._by_role(named, roles, options)
+
+    def _by_role(self, named: list[Named], roles: dict[str, str], options: dict[str, Any]):
+        groups: dict[str, dict[str, Any]] = {}
+        for name, p in named:
+            self._names[p] = name
+            group = groups.setdefault(roles[name], {"params": [], "role": roles[name]})
+            group["params"].append((name, p))
+        for role, group in groups.items():
+            spectral = role in self._spectral_roles and self.algorithm != "adamw"
+            group["algorithm"] = self.algorithm if spectral else "adamw"
+            if not spectral:
+                if role not in self._spectral_roles:  # AdamW's hidden matrices keep lr, betas
+                    group.update(self._tail)
+                if role == "gain":
+                    group["lr"] = self._gain_lr
+                if role in GAIN_DECAY_ROLES:
+                    group["weight_decay"] = self._gain_weight_decay
+            group.update({k: v for k, v in options.items() if k != "role"})
+        return list(groups.values())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later; a group that mixes roles becomes several."""
+        settled = param_group.get("algorithm") is not None
+        for group in [param_group] if settled else self._split_group(param_group):
+            group.setdefault("lr", self.defaults["lr"])
+            if group.get("base_lr") is None:
+                group["base_lr"] = float(group["lr"])
+            super().add_param_group(group)
+
+    def _layout(self, p: Tensor, group: dict[str, Any]) -> Layout:
+        if p not in self._layouts:
+            name = self._names.get(p, "")
+            split = next((s for key, s in self._split.items() if key in name), 1)
+            self._layouts[p] = make_layout(
+                tuple(p.shape),
+                block_size=self._block_size,
+                convolution=group["role"] == "convolution",
+                split=split,
+            )
+        return self._layouts[p]
+
+    # ---- one step ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient. Returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._metrics = {}
+        for group in self.param_groups:
+            ready = [p for p in group["params"] if p.grad is not None and p.numel()]
+            if any(p.grad.is_sparse for p in ready):
+                raise UserError("a gradient is sparse; build the embedding with sparse=False")
+            if not ready:
+                continue
+            grads = [p.grad for p in ready]
+            if group["algorithm"] != "adamw":
+                grads = [full(g) for g in grads]
+            pairs = self._finite(ready, grads)
+            if not pairs:
+                continue
+            if group["algorithm"] == "adamw":
+                self._update_adamw(group, pairs)
+            else:
+                self._update_matrices(group, pairs)
+        return loss
+
+    def _update_matrices(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        raise AssertionError(f"{type(self).__name__} has no matrix method")
+
+    def _finite(self, params: list[Tensor], grads: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pairs whose gradient is finite; the others are counted and left out entirely."""
+        if any(is_sharded(g) for g in grads):
+            sums = [full(g.float().sum()) for g in grads]
+        else:
+            # A sum is non-finite if any entry is; it overflows only where the step is lost anyway.
+            sums = [g.sum(dtype=torch.float32) for g in grads]
+        by_device: dict[torch.device, list[int]] = {}
+        for i, s in enumerate(sums):
+            by_device.setdefault(s.device, []).append(i)
+        fine = [False] * len(sums)
+        for indices in by_device.values():
+            values = torch.isfinite(torch.stack([sums[i] for i in indices])).tolist()
+            for i, value in zip(indices, values, strict=True):
+                fine[i] = value
+        pairs = []
+        for p, g, good in zip(params, grads, fine, strict=True):
+            if good:
+                pairs.append((p, g))
+            else:
+                name = self._names.get(p, "?")
+                self.skipped[name] = self.skipped.get(name, 0) + 1
+        return pairs
+
+    def _update_adamw(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Decoupled AdamW, moments in float32 whatever the parameter's dtype."""
+        lists: dict[tuple, list[tuple]] = {}
+        for p, g in pairs:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p))
+                state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+                state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+            weight, gradient = local(p), local(g)
+            if weight.numel() == 0:
+                state["step"] += 1
+                continue
+            master = weight if weight.dtype == torch.float32 else weight.float()
+            row = (master, gradient.to(master.dtype), local(state["exp_avg"]),
+                   local(state["exp_avg_sq"]), state["step"], weight)  # fmt: skip
+            lists.setdefault((master.device,), []).append(row)
+        for (device,), rows in lists.items():
+            masters, grads, first, second, steps, weights = map(list, zip(*rows, strict=True))
+            fused = device.type in ("cpu", "cuda")
+            adamw(
+                masters, grads, first, second, [], steps,
+                foreach=not fused, capturable=False, differentiable=False, fused=fused,
+                grad_scale=None, found_inf=None, has_complex=False, amsgrad=False,
+                beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]),
+                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+            )  # fmt: skip
+            for master, weight in zip(masters, weights, strict=True):
+                if master is not weight:
+                    weight.copy_(master)
+
+    # ---- state ------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore, matched by parameter name where the file has names, in the saved dtypes.
+
+        torch casts state to the parameter's dtype, which ruins float32 factors of a bf16 model;
+        here tensors keep theirs and move to the parameter's device. Raises UserError when a
+        parameter is missing in the file.
+        """
+        state_dict = self._by_name(state_dict)
+        super().load_state_dict(state_dict)
+        saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        own = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        for key, p in zip(saved, own, strict=True):
+            values = state_dict["state"].get(key)
+            if values is None:
+                continue
+            for what, value in values.items():
+                if isinstance(value, Tensor):
+                    device = self._state_device(what, p)
+                    self.state[p][what] = value.detach().to(device).clone()
+        self._state_replaced()
+
+    def _by_name(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = state_dict["param_groups"]
+        if not all(g.get("param_names") for g in [*groups, *self.param_groups]):
+            return state_dict
+        place = {
+            name: (i, key)
+            for i, g in enumerate(groups)
+            for name, key in zip(g["param_names"], g["params"], strict=True)
+        }
+        rebuilt = []
+        for group in self.param_groups:
+            missing = [n for n in group["param_names"] if n not in place]
+            if missing:
+                raise UserError(
+                    f"the saved optimiser state has no parameter {missing[0]!r} "
+                    f"({len(missing)} missing); build the optimiser for the model it was saved with"
+                )
+            source = groups[place[group["param_names"][0]][0]]
+            rebuilt.append(
+                {**source, "params": [place[n][1] for n in group["param_names"]],
+                 "param_names": list(group["param_names"])}
+            )  # fmt: skip
+        return {**state_dict, "param_groups": rebuilt}
+
+    def _state_device(self, what: str, p: Tensor) -> torch.device:
+        return _step_device(p) if what == "step" else local(p).device
+
+    def _state_replaced(self) -> None:
+        """Hook: state tensors are new objects now."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_layouts" in self.__dict__:
+            self._state_replaced()
+
+    # ---- reports ----------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step: skipped gradients always, the rest if `collect_metrics` was
+        set before it."""
+        return {"skipped_gradients": float(sum(self.skipped.values())), **self._metrics}
+
+    def state_bytes(self) -> int:
+        """Bytes of all state tensors on this process."""
+        return sum(
+            local(v).numel() * v.element_size()
+            for values in self.state.values()
+            for v in values.values()
+            if isinstance(v, Tensor)
+        )
+
+    def _describe_one(self, p: Tensor, group: dict[str, Any]) -> str:
+        return "elementwise"
+
+    def describe(self) -> str:
+        """A table: every parameter with role, shape, treatment and state bytes."""
+        rows = [("parameter", "role", "shape", "treatment", "state bytes")]
+        for group in self.param_groups:
+            for p in group["params"]:
+                matrix = group["algorithm"] != "adamw"
+                what = self._describe_one(p, group) if matrix else "elementwise"
+                size = sum(
+                    v.numel() * v.element_size()
+                    for v in self.state.get(p, {}).values()
+                    if isinstance(v, Tensor)
+                )
+                rows.append((
+                    self._names.get(p, "?"), str(group["role"]), "x".join(map(str, p.shape)) or "1",
+                    f"{group['algorithm']}, {what}", f"{size:,}",
+                ))  # fmt: skip
+        widths = [max(len(r[i]) for r in rows) for i in range(5)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
+        total = sum(p.numel() * p.element_size() for g in self.param_groups for p in g["params"])
+        lines.append(f"parameters {total:,} bytes, state {self.state_bytes():,} bytes")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _step_device(p: Tensor) -> torch.device:
+    device = local(p).device
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
