@@ -1,7 +1,7 @@
 """Documents: the unit that is kept whole, and how text is cleaned and read from files.
 
 A document is a play, a Bible book, a file, a line of a jsonl file or a row of a parquet file.
-`skipless.data.prepare` turns documents into tokens; `skipless.data.sources` yields them for the
+`skipless.data.preparing` turns documents into tokens; `skipless.data.catalog` yields them for the
 named corpora.
 """
 
@@ -107,8 +107,8 @@ def _read_txt(file: Path, name: str, text_key: str) -> Iterator[Document]:
         yield Document(name, file.read_bytes().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{file} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); convert "
-            "it with `iconv -t UTF-8`"
+            f"{file} is not UTF-8 (byte {error.start} is {error.object[error.start]:#04x}); "
+            "convert it with `iconv -t UTF-8`"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
@@ -123,11 +123,12 @@ def _read_jsonl(file: Path, name: str, text_key: str) -> Iterator[Document]:
                 record = json.loads(line)
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
                 raise UserError(
-                    f"{file} line {number} is not valid JSON ({error}); each line must be one object"
+                    f"{file} line {number} is not valid JSON ({error}); each line must be one "
+                    "object"
                 ) from None
             if not isinstance(record, dict) or not isinstance(record.get(text_key), str):
-                keys = sorted(k for k, v in record.items() if isinstance(v, str)) if isinstance(
-                    record, dict) else []  # fmt: skip
+                fields = record.items() if isinstance(record, dict) else ()
+                keys = [key for key, value in fields if isinstance(value, str)]
                 raise UserError(
                     f"{file} line {number} has no text under the key {text_key!r}; "
                     f"{suggestion(text_key, keys, noun='text key')} (data.text_key)"
@@ -157,8 +158,8 @@ def _read_parquet(file: Path, name: str, text_key: str) -> Iterator[Document]:
                     continue
                 if not isinstance(value, str):
                     raise UserError(
-                        f"{file} column {text_key!r} holds {type(value).__name__}, not text; choose "
-                        "a text column (data.text_key)"
+                        f"{file} column {text_key!r} holds {type(value).__name__}, not text; "
+                        "choose a text column (data.text_key)"
                     )
                 yield Document(f"{name}:{row}", value)
     except (pa.ArrowException, OSError) as error:

@@ -16,7 +16,7 @@ from urllib.parse import parse_qsl
 
 from skipless import log
 from skipless.data.documents import clean
-from skipless.data.fetch import Fetched, UnreachableError
+from skipless.data.fetching import Fetched, UnreachableError
 from skipless.data.locking import locked
 from skipless.errors import UserError, suggestion
 from skipless.rundir import atomic_path

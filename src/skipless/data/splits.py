@@ -1,7 +1,7 @@
 """Which documents are held out: whole ones, chosen by seed, about the wanted share of each source.
 
 Texts that occur twice stay on one side, so nothing trained on is ever evaluated on. Read by
-`skipless.data.prepare`.
+`skipless.data.preparing`.
 """
 
 from __future__ import annotations

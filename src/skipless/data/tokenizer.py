@@ -2,7 +2,7 @@
 
 Any text goes to token ids and back without loss. One token, `<|endoftext|>` (id 0), separates
 documents; text that happens to contain those characters is encoded as ordinary text, so data can
-never inject a separator. Training is deterministic. `skipless.data.prepare` trains it on the
+never inject a separator. Training is deterministic. `skipless.data.preparing` trains it on the
 training split only.
 """
 

