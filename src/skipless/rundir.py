@@ -14,6 +14,7 @@ line (power cut) is dropped on reading. Only one process may hold a run (`lock`)
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -168,13 +169,14 @@ class RunDir:
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Append one JSON line. Raises UserError when the disk refuses."""
         path = self / name
-        line = to_strict_json(row) + "\n"
+        line = (to_strict_json(row) + "\n").encode()
         try:
-            with open(path, "ab") as file:
+            with open(path, "ab", buffering=0) as file:  # unbuffered: a refused line is not retried
                 start = file.tell()
                 try:
-                    file.write(line.encode())
-                    file.flush()
+                    written = file.write(line)
+                    if written != len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 except OSError:
                     with contextlib.suppress(OSError):
                         os.truncate(path, start)
