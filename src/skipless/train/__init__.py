@@ -1,0 +1,19 @@
+"""Training: `train(config, path)` makes a run directory, `load_run(path)` reads one.
+
+    loop.py         the loop, in the order things happen
+    distributed.py  one process or many: FSDP2, compile by block, activation checkpointing
+    precision.py    autocast
+    checkpoint.py   save, find, restore; a broken one falls back to the one before
+    tree.py         an optimiser's state as tensors plus JSON
+    metrics.py      metrics.jsonl and its mirrors (TensorBoard, trackio)
+    measure.py      held-out loss and probes at a step
+    diagnose.py     where a non-finite number came from
+    signals.py      Ctrl-C
+    load.py         a finished (or unfinished) run as a model
+"""
+
+from skipless.train.load import LoadedRun, load_run
+from skipless.train.loop import TrainResult, train
+from skipless.train.measure import measure_sites
+
+__all__ = ["LoadedRun", "TrainResult", "load_run", "measure_sites", "train"]

@@ -1,0 +1,324 @@
+"""Checkpoints: one mechanism (torch.distributed.checkpoint) for one process and many.
+
+    checkpoint/step-00000100/
+        __0_0.distcp ...  tensors: "model.<name>" and "optimizer.<parameter name>.<key>"
+        .metadata         shapes and offsets of every tensor, by torch
+        state.json        step, tokens, seconds; the optimiser's settings and everything in its
+                          state that is no tensor
+        manifest.json     size and CRC-32 of every file
+
+A checkpoint is written under a temporary name and renamed when complete, so a folder called
+`step-*` is whole or was damaged later; the manifest tells. Restoring starts with the newest and
+goes back to the one before if it is damaged, saying so. The optimiser's state is kept by parameter
+name, and sharded tensors by their global shape, so a checkpoint of two processes is read by one
+and the other way round. Read by loop.py and load.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import warnings
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.log import say
+from skipless.rundir import write_atomic
+from skipless.train.distributed import World
+from skipless.train.tree import pack, tensor_paths, unpack
+
+STATE, MANIFEST = "state.json", "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run has come, and what its loop still owes."""
+
+    step: int = 0
+    """Finished optimiser steps."""
+    tokens: int = 0
+    seconds: float = 0.0
+    """Training time so far, over all resumptions."""
+    pending: dict[str, Any] = field(default_factory=dict)
+    """Measurements of the last step that cannot be repeated from the weights alone."""
+
+
+def found(directory: str | Path) -> list[Path]:
+    """All checkpoints in `directory`, newest first."""
+    return sorted(Path(directory).glob("step-*"), reverse=True)
+
+
+def save(
+    directory: str | Path,
+    position: Position,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    *,
+    keep: int,
+) -> Path:
+    """Write one checkpoint, then delete all but the newest `keep`. Every rank must call it.
+
+    Raises UserError when the disk refuses; earlier checkpoints are then untouched.
+    """
+    directory = Path(directory)
+    final = directory / f"step-{position.step:08d}"
+    temporary = directory / f".step-{position.step:08d}.tmp"
+    try:
+        world.first(lambda: _make_empty(temporary))
+        tensors, skeletons = _optimizer_state(model, optimizer)
+        with _quiet():
+            dcp.save(
+                {**_prefixed(model), **tensors},
+                checkpoint_id=temporary,
+                no_dist=not world.is_distributed,
+            )
+        merged = {name: s for part in world.gather(skeletons) for name, s in part.items()}
+        state = {
+            "step": position.step,
+            "tokens": position.tokens,
+            "seconds": position.seconds,
+            "pending": position.pending,
+            "world_size": world.size,
+            "optimizer": {"groups": _groups(model, optimizer), "parameters": merged},
+        }
+        mine = world.agree(lambda: _checksums(temporary.glob(f"__{world.rank}_*")))
+        sums = {name: s for part in world.gather(mine) for name, s in part.items()}
+        world.first(lambda: _complete(temporary, final, state, sums))
+    except BaseException as error:
+        if world.is_main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise _translated(error, final) from error
+    world.first(lambda: _prune(directory, keep))
+    return final
+
+
+def restore(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
+) -> Position | None:
+    """Load the newest usable checkpoint into `model` and `optimizer` (None: model only).
+
+    Returns its Position, or None when there is no checkpoint. A damaged one is reported and the
+    one before is taken. Raises UserError when there are some and none can be read.
+    """
+    folders = world.first(lambda: found(directory))
+    for folder in folders:
+        try:
+            world.first(lambda folder=folder: _verify(folder))
+            state = world.first(lambda folder=folder: json.loads((folder / STATE).read_text()))
+            world.agree(lambda f=folder, s=state: _read(f, s, model, optimizer, world))
+        except (OSError, ValueError, KeyError, RuntimeError, EOFError) as error:
+            if world.is_main:
+                say(f"checkpoint {folder} cannot be used ({error}); trying the one before")
+            continue
+        return Position(**{k: state[k] for k in ("step", "tokens", "seconds", "pending")})
+    if folders:
+        raise UserError(
+            f"none of the {len(folders)} checkpoints in {directory} can be read; restore one from "
+            "a copy or start anew with --fresh"
+        )
+    return None
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters (a tied one once) and persistent buffers by name, as the live tensors."""
+    own = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
+    return {k: v for k, v in model.state_dict().items() if k in own}
+
+
+def _prefixed(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in model_state(model).items()}
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Parameter names in the order of the optimiser's state_dict indices."""
+    by_id = {id(p): n for n, p in model.named_parameters()}
+    return [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors by checkpoint key, and by parameter name the rest with holes where tensors go."""
+    names = _names(model, optimizer)
+    tensors: dict[str, Tensor] = {}
+    skeletons: dict[str, Any] = {}
+    for index, state in optimizer.state_dict()["state"].items():
+        name = names[index] if isinstance(index, int) else index
+        skeletons[name] = pack(state, f"optimizer.{name}", tensors)
+    return tensors, skeletons
+
+
+def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, with names in place of parameters."""
+    names = iter(_names(model, optimizer))
+    groups = []
+    for group in optimizer.state_dict()["param_groups"]:
+        settings = pack({k: v for k, v in group.items() if k != "params"}, "group", {})
+        groups.append({"parameters": [next(names) for _ in group["params"]], "settings": settings})
+    return groups
+
+
+def _read(
+    folder: Path,
+    state: dict[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world: World,
+) -> None:
+    """Load one checkpoint in place."""
+    wanted = _prefixed(model)
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    absent = sorted(set(wanted) - set(stored))
+    if absent:
+        raise RuntimeError(f"it lacks {absent[0]} and {len(absent) - 1} more")
+    slots: dict[str, Tensor] = {}
+    if optimizer is not None:
+        slots = _slots(stored, state["optimizer"]["parameters"], model, optimizer)
+    with _quiet():
+        try:
+            dcp.load(
+                {**wanted, **slots}, checkpoint_id=folder, no_dist=not world.is_distributed
+            )
+        except BaseException as error:
+            cause = _cause(error)
+            raise RuntimeError(f"{type(cause).__name__}: {cause}") from error
+    if optimizer is not None:
+        _restore_optimizer(state["optimizer"], slots, model, optimizer)
+
+
+def _slots(
+    stored: dict[str, Any], skeletons: dict[str, Any], model: nn.Module, optimizer: Any
+) -> dict[str, Tensor]:
+    """Empty tensors to load the optimiser's state into, by checkpoint key.
+
+    Elementwise state (AdamW's moments) is sharded like its parameter; the state of a matrix method
+    is whole on every rank, because its update needs the whole matrix.
+    """
+    parameters = dict(model.named_parameters())
+    names = iter(_names(model, optimizer))
+    elementwise = {
+        next(names): group.get("algorithm", "adamw") == "adamw"
+        for group in optimizer.param_groups
+        for _ in group["params"]
+    }
+    slots = {}
+    for name, skeleton in skeletons.items():
+        parameter = parameters[name]
+        for key in tensor_paths(skeleton):
+            dtype, shape = stored[key].properties.dtype, stored[key].size
+            is_sharded = hasattr(parameter, "device_mesh") and elementwise[name]
+            if is_sharded and shape == parameter.shape:
+                slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                device = torch.device("cpu") if len(shape) == 0 else parameter.device
+                slots[key] = torch.empty(shape, dtype=dtype, device=device)
+    return slots
+
+
+def _restore_optimizer(
+    stored: dict[str, Any],
+    tensors: dict[str, Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    names = _names(model, optimizer)
+    groups = []
+    live = optimizer.state_dict()["param_groups"]
+    here = _groups(model, optimizer)
+    if [g["parameters"] for g in here] != [g["parameters"] for g in stored["groups"]]:
+        raise RuntimeError("its parameter groups are not those of this optimiser")
+    for group, saved in zip(live, stored["groups"], strict=True):
+        groups.append({**group, **unpack(saved["settings"], {})})
+    state = {
+        names.index(name): unpack(skeleton, tensors)
+        for name, skeleton in stored["parameters"].items()
+    }
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _make_empty(folder: Path) -> None:
+    for stale in folder.parent.glob(".step-*.tmp"):
+        shutil.rmtree(stale, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _checksums(paths: Any) -> dict[str, list[int]]:
+    return {path.name: [path.stat().st_size, _crc(path)] for path in paths}
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _complete(temporary: Path, final: Path, state: dict[str, Any], sums: dict[str, Any]) -> None:
+    """Add the two JSON files and give the folder its real name."""
+    write_atomic(temporary / STATE, json.dumps(state))
+    sums |= _checksums([temporary / ".metadata", temporary / STATE])
+    write_atomic(temporary / MANIFEST, json.dumps(sums, indent=1))
+    if final.exists():  # a damaged one of the same step that restore() passed over
+        shutil.rmtree(final)
+    temporary.rename(final)
+
+
+def _prune(directory: Path, keep: int) -> None:
+    for old in found(directory)[max(1, keep) :]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _verify(folder: Path) -> None:
+    """Raise RuntimeError if any file is missing or changed."""
+    try:
+        sums = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"its {MANIFEST} is unreadable: {error}") from error
+    for name, (size, crc) in sums.items():
+        path = folder / name
+        if not path.exists():
+            raise RuntimeError(f"its file {name} is missing")
+        if path.stat().st_size != size:
+            raise RuntimeError(f"its file {name} has {path.stat().st_size} bytes, not {size}")
+        if _crc(path) != crc:
+            raise RuntimeError(f"its file {name} was changed since it was written")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first real failure inside torch's CheckpointException, else the error itself."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def _translated(error: BaseException, final: Path) -> BaseException:
+    """A failure to write as one sentence; interrupts and user errors stay what they are."""
+    cause = _cause(error)
+    if isinstance(cause, (OSError, RuntimeError)):
+        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        return UserError(
+            f"cannot write checkpoint {final}: {reason}; earlier checkpoints are untouched, so "
+            "free space and run the same command again to resume"
+        )
+    return cause
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Silence torch's notes about single-process saving and its own deprecations."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch")
+        warnings.filterwarnings("ignore", message=".*torch.distributed.*")
+        yield

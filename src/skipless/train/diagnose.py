@@ -1,0 +1,104 @@
+"""Where a NaN or an infinity came from.
+
+Called when the loss or the gradient norm of a step is not finite, before the optimiser has touched
+anything. The same batch runs forward once more with a hook on every module, and the first tensor
+in the order of computation that is not finite is named: a parameter, a module's output or a
+gradient. Read by loop.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.train.distributed import World, uncompiled
+from skipless.train.measure import Batch
+from skipless.train.precision import autocast
+
+
+def diagnose(
+    model: nn.Module, batches: Iterable[Batch], world: World, *, precision: str
+) -> dict[str, Any]:
+    """Name the first non-finite tensor; gradients of the failed step must still be there.
+
+    Returns {"kind": "parameter" | "activation" | "gradient" | "loss", "first": name,
+    "parameters": [...], "gradients": [...]}, the same on every rank.
+    """
+    named = dict(model.named_parameters())
+    parameters = _union(world, [n for n, p in named.items() if not _is_finite(p)])
+    # Backward passes run from the head to the embedding, so the last one registered came first.
+    gradients = _union(
+        world, [n for n, p in named.items() if p.grad is not None and not _is_finite(p.grad)]
+    )
+    activations = [] if parameters else _union(world, _outputs(model, batches, world, precision))
+    order = list(named)
+    if parameters:
+        kind, first = "parameter", min(parameters, key=order.index)
+    elif activations:
+        kind, first = "activation", activations[0]
+    elif gradients:
+        kind, first = "gradient", max(gradients, key=order.index)
+    else:
+        kind, first = "loss", "loss"
+    return {"kind": kind, "first": first, "parameters": parameters, "gradients": gradients}
+
+
+def sentence(found: dict[str, Any]) -> str:
+    """`found` in words."""
+    texts = {
+        "parameter": "the parameter {first} was already non-finite before the step",
+        "activation": "the first non-finite value is the output of {first}; parameters are finite",
+        "gradient": "the forward pass is finite and the first non-finite gradient is {first}'s",
+        "loss": "every parameter, output and gradient is finite on a second run",
+    }
+    return texts[found["kind"]].format(first=found["first"])
+
+
+def _outputs(
+    model: nn.Module, batches: Iterable[Batch], world: World, precision: str
+) -> list[str]:
+    """Names of modules with non-finite outputs, in the order of computation."""
+    seen: list[str] = []
+
+    def watch(name: str):
+        def hook(_module, _inputs, output) -> None:
+            if not all(_is_finite(t) for t in _tensors(output)):
+                seen.append(name)
+
+        return hook
+
+    handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n]
+    try:
+        with torch.no_grad(), uncompiled(model):
+            for ids, labels in batches:
+                with autocast(precision, world.device):
+                    model(ids.to(world.device), labels=labels.to(world.device))
+                if not world.is_distributed and seen:
+                    break
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+def _union(world: World, names: list[str]) -> list[str]:
+    """The names of all ranks, each once, in order of appearance."""
+    return list(dict.fromkeys(name for part in world.gather(names) for name in part))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return bool(torch.isfinite(local.detach()).all())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors(item)]
+    return []

@@ -1,0 +1,323 @@
+"""The training loop, in the order things happen.
+
+A tiny run on one CPU core (seconds, once the text is prepared):
+
+    python -c "from skipless import recipes, train; \
+        train.train(recipes.get('demo-residual-adamw').replace(train={'num_tokens': 20_000}), \
+                    'runs/tiny')"
+
+The same loop under `torchrun --nproc-per-node 2` shards the model over two processes. Step s sees
+batch s, a pure function of (seed, s), and its random numbers are seeded by (seed, s, rank), so a
+resumed run has nothing to restore but weights and optimiser state and continues bit for bit.
+
+Order within a step: learning rate, forward and backward, check that all is finite, clip, update,
+log, save, and only then measure (a failing measurement costs no training). Loss is the mean over
+the tokens of the global batch, whatever the split into processes and accumulation steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipless.config import RunConfig
+from skipless.data import Loader, PreparedData, evaluation_batches, prepare
+from skipless.errors import UserError
+from skipless.model import Transformer
+from skipless.optim import schedule
+from skipless.probes import gradient_norms
+from skipless.rundir import RunDir
+from skipless.train import checkpoint
+from skipless.train.checkpoint import Position
+from skipless.train.diagnose import diagnose, sentence
+from skipless.train.distributed import World, clip, parallelise, start
+from skipless.train.load import DATA, RESULT, WEIGHTS, save_weights
+from skipless.train.measure import Batch, bits_per_byte, held_out_loss, probe_row
+from skipless.train.metrics import METRICS, Metrics, Silent, reporter
+from skipless.train.precision import autocast
+from skipless.train.signals import Interrupted, Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a finished run came to; train.json in its directory says the same."""
+
+    path: str
+    step: int
+    """Optimiser steps in all."""
+    tokens: int
+    loss: float
+    """Of the last training batch, nats per token."""
+    held_out_loss: float
+    """Nats per token."""
+    held_out_bits_per_byte: float
+    seconds: float
+    """Training time over all resumptions, measurements included."""
+
+
+def train(
+    config: RunConfig,
+    path: str | Path,
+    *,
+    fresh: bool = False,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+    data: PreparedData | None = None,
+) -> TrainResult:
+    """Train `config` into the run directory `path`, or continue where it stopped.
+
+    A finished run is returned at once. `fresh` starts anew. `data` replaces what
+    `skipless.data.prepare` makes of `config.data`. `on_step` gets a dict after every step
+    (`step, num_steps, tokens, loss, lr, grad_norm, seconds, tokens_per_second`) on rank 0.
+
+    Raises UserError for a directory that holds other settings or is in use, a full disk, or a
+    non-finite loss (diagnosis.json tells where from); KeyboardInterrupt after Ctrl-C or SIGTERM,
+    with a checkpoint saved.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_threads(config.train.num_threads))
+        world = stack.enter_context(start(config.train))
+        run = world.first(lambda: RunDir.create(path, config, fresh=fresh))
+        world.first(lambda: stack.enter_context(run.lock()))
+        finished = world.first(lambda: run.read_json(RESULT))
+        if finished:
+            return TrainResult(**{**finished, "path": str(run.path)})
+        if data is None:
+            data = world.in_turn(lambda: prepare(config.data, config.model.vocab_size))
+        return Loop(config, run, data, world, on_step).run()
+
+
+class Loop:
+    """One run in memory: model, optimiser, batches, and how far it is."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDir,
+        data: PreparedData,
+        world: World,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.config, self.directory, self.data, self.world = config, run, data, world
+        self.settings, self.num_steps = config.train, config.train.num_steps
+        self.on_step = on_step or (lambda info: None)
+        self.stop = Stop(alone=not world.is_distributed)
+        world.first(lambda: run.write_json(DATA, {"directory": str(data.directory)}))
+
+        # Batches: training ones by step, cut into micro-batches; fixed held-out ones.
+        share = self.settings.batch_size // world.size
+        self.micro_batch_size = min(self.settings.micro_batch_size or share, share)
+        self.loader = Loader(
+            data.train, self.settings.sequence_length, self.settings.batch_size,
+            self.settings.seed, world.rank, world.size,
+        )  # fmt: skip
+
+        # Model and optimiser, then what a former attempt left.
+        model = Transformer(config.model, seed=self.settings.seed).to(world.device)
+        self.model = parallelise(model, self.settings, world).train()
+        self.optimizer = config.optim.build(self.model)
+        restored = checkpoint.restore(run / "checkpoint", self.model, self.optimizer, world)
+        self.at = restored or Position()
+        self.saved_step = self.at.step if restored else None
+        self.metrics = Metrics(run, config, self.at.step) if world.is_main else Silent()
+        self.started = time.perf_counter() - self.at.seconds
+
+    def run(self) -> TrainResult:
+        """From the present step to the end."""
+        at_main = reporter(self.config, self.at.step) if self.world.is_main else _no_report()
+        with self.stop, at_main as self.report:
+            try:
+                self.measure()  # what a resumed run still owes at its first step
+                while self.at.step < self.num_steps:
+                    self.advance()
+                    if _due(self.at.step, self.settings.checkpoint_every, self.num_steps):
+                        self.save()
+                    self.measure()
+                self.save()
+                return self.finish()
+            except Interrupted:
+                self.optimizer.zero_grad(set_to_none=True)
+                self.save()
+                raise KeyboardInterrupt from None
+            finally:
+                self.metrics.close()
+
+    def advance(self) -> None:
+        """One optimiser step and its row of metrics.jsonl."""
+        step, world = self.at.step, self.world
+        began = time.perf_counter()
+        if any(world.total(self.stop.requested)):  # all processes stop at the same step
+            raise Interrupted
+        torch.manual_seed((self.settings.seed * 1_000_003 + step) * world.size + world.rank)
+        self.model.set_training_progress(step / self.num_steps)
+        multiplier = self.set_rates(step)
+
+        batch = self.loader.batch(step)
+        loss = self.backward(batch)
+        norm = clip(self.model.parameters(), self.settings.max_grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.stop_non_finite(batch, loss, norm)
+
+        # On measured steps, keep what only this moment can tell.
+        measured = _due(step + 1, self.config.probe.every, self.num_steps)
+        pending = {"gradient_norms": gradient_norms(self.model)} if measured else {}
+        self.optimizer.collect_metrics = measured
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if measured:
+            pending["isometry_drift"] = self.optimizer.metrics()
+
+        now = time.perf_counter()
+        num_tokens = self.settings.batch_size * self.settings.sequence_length
+        row = {
+            "step": step + 1, "tokens": self.at.tokens + num_tokens, "loss": loss,
+            "lr": self.config.optim.lr * multiplier, "grad_norm": norm,
+            "seconds": now - self.started,
+        }  # fmt: skip
+        self.metrics.row(row)
+        self.at = Position(
+            step=step + 1, tokens=row["tokens"], seconds=row["seconds"], pending=pending
+        )
+        if world.is_main:
+            speed = num_tokens / (now - began)
+            info = {**row, "num_steps": self.num_steps, "tokens_per_second": speed}
+            self.report(info)
+            self.on_step(info)
+
+    def set_rates(self, step: int) -> float:
+        """Set every group's learning rate for `step` (0-based); returns the multiplier."""
+        s = self.settings
+        multiplier = schedule(
+            s.schedule, step, self.num_steps, s.warmup_steps, s.min_lr_ratio, s.decay_fraction
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * multiplier
+        return multiplier
+
+    def backward(self, batch: Batch) -> float:
+        """Gradient of the mean loss over the global batch; returns that loss.
+
+        Each micro-batch's mean counts by its share of the labels. The factor world.size undoes
+        the average over ranks that FSDP takes.
+        """
+        world = self.world
+        (total,) = world.total(int((batch[1] != -100).sum()))
+        parts = self.micro_batches(batch)
+        mean = torch.zeros((), device=world.device)
+        for number, (ids, labels) in enumerate(parts, start=1):
+            if number > 1:
+                self.stop.check()
+            if world.is_distributed:
+                self.model.set_requires_gradient_sync(number == len(parts))
+            weight = int((labels != -100).sum()) / total
+            with autocast(self.settings.precision, world.device):
+                loss = self.model(ids.to(world.device), labels=labels.to(world.device)).loss
+            (loss * (weight * world.size)).backward()
+            mean += loss.detach() * weight
+        return world.total(float(mean))[0]
+
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        """The rows of this process's share, `micro_batch_size` at a time."""
+        ids, labels = (part.split(self.micro_batch_size) for part in batch)
+        return list(zip(ids, labels, strict=True))
+
+    def save(self) -> None:
+        """A checkpoint of the present step, unless it is already there."""
+        if self.saved_step != self.at.step:
+            checkpoint.save(
+                self.directory / "checkpoint", self.at, self.model, self.optimizer, self.world,
+                keep=self.settings.keep_checkpoints,
+            )  # fmt: skip
+            self.saved_step = self.at.step
+
+    def measure(self) -> None:
+        """Held-out loss and probes, where they are due at the present step."""
+        step = self.at.step
+        self.model.set_training_progress(step / self.num_steps)
+        if step < self.num_steps and _due(step, self.settings.eval_every):
+            self.metrics.row({"step": step, **self.held_out()})
+        if _due(step, self.config.probe.every):
+            self.metrics.probe(self.probe(self.config.probe.num_tokens))
+
+    def finish(self) -> TrainResult:
+        """Last measurements, then the weights, then the file that says "finished"."""
+        held_out = self.held_out()
+        row = self.probe(self.config.probe.final_tokens)
+        self.metrics.row({"step": self.at.step, **held_out})
+        run = self.directory
+        self.world.first(lambda: run.write_json("probe.json", row))
+        save_weights(run / WEIGHTS, self.model, self.world)
+        rows = self.world.first(lambda: run.read_jsonl(METRICS))
+        result = TrainResult(
+            path=str(run.path), step=self.at.step, tokens=self.at.tokens,
+            loss=[r["loss"] for r in rows if "loss" in r][-1],
+            seconds=time.perf_counter() - self.started, **held_out,
+        )  # fmt: skip
+        self.world.first(lambda: run.write_json(RESULT, asdict(result)))
+        return result
+
+    def held_out_batches(self, num_tokens: int) -> list[Batch]:
+        return evaluation_batches(
+            self.data.held_out, self.settings.sequence_length, self.micro_batch_size, num_tokens
+        )
+
+    def held_out(self) -> dict[str, float]:
+        """The held-out loss in nats and in bits per byte, as metrics.jsonl names them."""
+        nats = held_out_loss(
+            self.model, self.held_out_batches(self.settings.eval_tokens), self.world,
+            precision=self.settings.precision, check=self.stop.check,
+        )  # fmt: skip
+        bits = bits_per_byte(nats, self.data.bytes_per_token)
+        return {"held_out_loss": nats, "held_out_bits_per_byte": bits}
+
+    def probe(self, num_tokens: int) -> dict[str, Any]:
+        """One row of probes.jsonl at the present step."""
+        return probe_row(
+            self.model, self.held_out_batches(num_tokens), self.config.probe, self.world,
+            step=self.at.step, precision=self.settings.precision, pending=self.at.pending,
+            check=self.stop.check,
+        )  # fmt: skip
+
+    def stop_non_finite(self, batch: Batch, loss: float, norm: float) -> None:
+        """Write diagnosis.json and raise UserError; weights and checkpoints stay as they are."""
+        found = diagnose(
+            self.model, self.micro_batches(batch), self.world, precision=self.settings.precision
+        )
+        run, step = self.directory, self.at.step + 1
+        numbers = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
+        explanation = sentence(found)
+        path = self.world.first(
+            lambda: run.write_json("diagnosis.json", {**numbers, **found, "text": explanation})
+        )
+        raise UserError(
+            f"step {step} has loss {loss} and gradient norm {norm}: {explanation} (details in "
+            f"{path}); nothing was updated and the checkpoints are intact, so start anew with a "
+            "lower optim.lr, more train.warmup_steps or a smaller train.max_grad_norm"
+        )
+
+
+def _due(step: int, every: int, last: int | None = None) -> bool:
+    """True at every multiple of `every` (0: never) and at `last`."""
+    return step > 0 and (step == last or (every > 0 and step % every == 0))
+
+
+@contextlib.contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    """Use so many CPU threads inside (None: as they are)."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(num_threads or former)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
+
+
+@contextlib.contextmanager
+def _no_report() -> Iterator[Callable[[dict[str, Any]], None]]:
+    yield lambda info: None

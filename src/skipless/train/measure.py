@@ -1,0 +1,128 @@
+"""Measurements at a step: held-out loss, and what happens inside the model.
+
+Both run in eval mode without gradients on fixed held-out batches, so that rows of different steps
+compare. Read by loop.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.config import ProbeConfig, RunConfig
+from skipless.data import PreparedData, evaluation_batches
+from skipless.errors import UserError
+from skipless.probes import Probe
+from skipless.train.distributed import World, uncompiled
+from skipless.train.precision import autocast
+
+Batch = tuple[Tensor, Tensor]
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; training mode is restored."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def held_out_loss(
+    model: nn.Module,
+    batches: list[Batch],
+    world: World,
+    *,
+    precision: str = "fp32",
+    check: Callable[[], None] = lambda: None,
+) -> float:
+    """Mean cross-entropy in nats over all labels of `batches` ([B, T] pairs), in float64.
+
+    Batches are dealt out over the processes; a rank left without one in the last round repeats a
+    batch with weight 0, because sharded models need every rank in every forward pass. `check` is
+    called between batches and may raise. Raises UserError for no batches.
+    """
+    if not batches:
+        raise UserError("there are no held-out batches; raise train.eval_tokens or hold out more")
+    nats = num_tokens = 0.0
+    with evaluating(model):
+        for start in range(0, len(batches), world.size):
+            check()
+            mine = start + world.rank
+            ids, labels = batches[min(mine, len(batches) - 1)]
+            with autocast(precision, world.device):
+                loss = model(ids.to(world.device), labels=labels.to(world.device)).loss
+            count = int((labels != -100).sum()) if mine < len(batches) else 0
+            nats += float(loss) * count
+            num_tokens += count
+    nats, num_tokens = world.total(nats, num_tokens)
+    return nats / num_tokens
+
+
+def bits_per_byte(nats: float, bytes_per_token: float) -> float:
+    """Loss in nats per token as bits per byte of text."""
+    return nats / math.log(2) / bytes_per_token
+
+
+def probe_row(
+    model: nn.Module,
+    batches: list[Batch],
+    config: ProbeConfig,
+    world: World,
+    *,
+    step: int,
+    precision: str = "fp32",
+    pending: dict[str, Any],
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """One row of probes.jsonl: statistics over `batches` plus what the step itself left.
+
+    `pending` holds gradient_norms and isometry_drift of the training step before. Every rank runs
+    the same batches, so sharded and unsharded runs give the same row.
+    """
+    with evaluating(model), uncompiled(model), Probe(model, stats=config.stats) as probe:
+        for ids, labels in batches:
+            check()
+            with autocast(precision, world.device):
+                model(ids.to(world.device), labels=labels.to(world.device))
+    return {
+        "step": step,
+        "sites": probe.table(),
+        "geometry": probe.geometry() if "geometry" in config.stats else [],
+        "attention": probe.attention() if "attention" in config.stats else [],
+        **pending,
+        "gains": {name: plain(value) for name, value in model.gains().items()},
+    }
+
+
+def measure_sites(
+    model: nn.Module, config: RunConfig, data: PreparedData, *, final: bool = False
+) -> dict[str, Any]:
+    """One row of probes.jsonl for a model at rest (no gradient norms, no isometry drift).
+
+    Uses config.probe.final_tokens held-out tokens if `final`, else config.probe.num_tokens.
+    """
+    num_tokens = config.probe.final_tokens if final else config.probe.num_tokens
+    size = config.train.micro_batch_size or config.train.batch_size
+    batches = evaluation_batches(data.held_out, config.train.sequence_length, size, num_tokens)
+    world = World(device=next(model.parameters()).device)
+    pending: dict[str, Any] = {"gradient_norms": {}, "isometry_drift": {}}
+    step = config.train.num_steps
+    return probe_row(model, batches, config.probe, world, step=step, pending=pending)
+
+
+def plain(value: Any) -> Any:
+    """A tensor as a number or nested list of numbers; a sharded one is gathered first."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return value.tolist()
+    return value

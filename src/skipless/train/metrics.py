@@ -1,0 +1,157 @@
+"""What the loop writes down: metrics.jsonl, and mirrors of it for those who use other viewers.
+
+The file in the run directory is the record; TensorBoard (`tensorboard --logdir RUN`) and trackio
+(`trackio show`) get the same numbers when `train.mirrors` names them. Read by loop.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from skipless.config import RunConfig
+from skipless.errors import UserError
+from skipless.log import progress, say
+from skipless.rundir import RunDir
+
+SECONDS_BETWEEN_LINES = 15.0
+METRICS, PROBES = "metrics.jsonl", "probes.jsonl"
+
+
+class Mirror(Protocol):
+    """A second place for the same numbers."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files under `RUN/tensorboard`."""
+
+    def __init__(self, run: RunDir, config: RunConfig, step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", error) from None
+        # Events after the step that a resumed run starts from are hidden, as in metrics.jsonl.
+        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Trackio:
+    """A local trackio project called "skipless", one trackio run for each run directory."""
+
+    def __init__(self, run: RunDir, config: RunConfig, step: int) -> None:
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio", error) from None
+        self.trackio = trackio
+        trackio.init(
+            project="skipless", name=run.path.name, config=config.to_dict(), resume="allow"
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.trackio.log(values, step=step)
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+MIRRORS = {"tensorboard": TensorBoard, "trackio": Trackio}
+
+
+def _missing(package: str, error: ImportError) -> UserError:
+    return UserError(
+        f"train.mirrors names {package!r}, which is not installed ({error}); run "
+        "`pip install 'skipless[track]'` or leave it out"
+    )
+
+
+class Metrics:
+    """Appends rows to the run directory and forwards their numbers to the mirrors.
+
+    `step` is where the run starts: rows beyond it, left by an interrupted attempt, are removed,
+    and of the rows at it only the training row stays; the loop measures again.
+    """
+
+    def __init__(self, run: RunDir, config: RunConfig, step: int) -> None:
+        self.run = run
+        run.truncate_jsonl(
+            METRICS, lambda r: r["step"] < step or (r["step"] == step and "loss" in r)
+        )
+        run.truncate_jsonl(PROBES, lambda r: r["step"] < step)
+        self.mirrors: list[Mirror] = [MIRRORS[m](run, config, step) for m in config.train.mirrors]
+
+    def row(self, values: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        self.run.append(METRICS, values)
+        numbers = {k: v for k, v in values.items() if k != "step" and v is not None}
+        for mirror in self.mirrors:
+            mirror.log(values["step"], numbers)
+
+    def probe(self, values: dict[str, Any]) -> None:
+        """One line of probes.jsonl; mirrors get the kurtosis of every site."""
+        self.run.append(PROBES, values)
+        if self.mirrors:
+            numbers = {f"kurtosis/{row['site']}": row["kurtosis"] for row in values["sites"]}
+            for mirror in self.mirrors:
+                mirror.log(values["step"], numbers)
+
+    def close(self) -> None:
+        for mirror in self.mirrors:
+            mirror.close()
+
+
+class Silent:
+    """Stands in for Metrics on all ranks but the first."""
+
+    def row(self, values: dict[str, Any]) -> None:
+        """Nothing: rank 0 writes."""
+
+    def probe(self, values: dict[str, Any]) -> None:
+        """Nothing: rank 0 writes."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@contextlib.contextmanager
+def reporter(config: RunConfig, step: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Tell a person how far training is: a bar on a terminal, else a dense line now and then.
+
+    Yields `report(info)`, to be called after every step; `step` is where the run starts.
+    """
+    num_steps = config.train.num_steps
+    said = time.perf_counter()
+    label = config.label or config.name
+    if step:
+        say(f"{label}: resuming at step {step} of {num_steps}")
+    with progress(label, num_steps, unit="steps") as advance:
+        advance(step)
+
+        def report(info: dict[str, Any]) -> None:
+            nonlocal said
+            advance(1, note=f"loss {info['loss']:.3f}")
+            now = time.perf_counter()
+            is_due = info["step"] == num_steps or now - said > SECONDS_BETWEEN_LINES
+            if is_due and not sys.stderr.isatty():
+                said = now
+                left = (num_steps - info["step"]) * info["seconds"] / info["step"]
+                say(
+                    f"step {info['step']}/{num_steps} loss {info['loss']:.4f} "
+                    f"norm {info['grad_norm']:.2f} lr {info['lr']:.1e} "
+                    f"{info['tokens_per_second']:.0f} tok/s {left:.0f} s left"
+                )
+
+        yield report
