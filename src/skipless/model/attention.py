@@ -1,0 +1,137 @@
+"""Self-attention: fused (SDPA) with an eager reference, grouped queries, RoPE, temperature T1,
+identity bias I7, key/value cache and padding.
+
+`query`, `key`, `value` and (eager only) `probabilities` are identity modules: they show hooks the
+tensors after RoPE. Legend: B batch, T new tokens, S past plus new tokens, H heads, G key/value
+heads, K head size, D width. Read by `block.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipless.config import ModelConfig
+from skipless.errors import UserError
+from skipless.model.context import ForwardContext
+from skipless.model.diagonal import diagonal_attention, is_supported
+from skipless.model.rope import rotate
+from skipless.model.temperature import AttentionTemperature
+
+
+class Attention(nn.Module):
+    """o_proj(softmax(scaling * Q K^T + mask + diag(identity_bias)) V); [B, T, D] to [B, T, D]."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.head_dim = config.head_dim
+        self.dropout = config.attention_dropout
+        self.implementation = config.attention_implementation
+        width, inner = config.hidden_size, self.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, inner, bias=False)
+        self.v_proj = nn.Linear(width, inner, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.temperature = AttentionTemperature(config, layer)
+        self.identity_bias = (
+            None
+            if config.init.identity_bias is None
+            else nn.Parameter(torch.empty(config.num_attention_heads))
+        )
+        self.query, self.key, self.value = nn.Identity(), nn.Identity(), nn.Identity()
+        self.probabilities = nn.Identity()
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim)
+        v = self.v_proj(x).view(batch, length, self.num_key_value_heads, self.head_dim)
+        if context.rotary is not None:
+            q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
+        q = self.query(q.transpose(1, 2))
+        k, v = self.key(k.transpose(1, 2)), self.value(v.transpose(1, 2))
+        factor = self.temperature.query_factor(context.num_visible)
+        if factor is not None:
+            q = q * factor.to(q.dtype)
+        if context.cache is not None:
+            k, v = context.cache.update(self.layer, k, v)
+        attend = self._eager if self.implementation == "eager" else self._fused
+        out = attend(q, k, v, context)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        scale, mask = self.temperature.scaling, context.visible
+        dropout = self.dropout if self.training else 0.0
+        grouped = self.num_heads != self.num_key_value_heads
+        causal = context.is_causal and mask is None
+        if self.identity_bias is not None:
+            if mask is None and q.shape[2] == k.shape[2] and not dropout and is_supported(q):
+                k, v = self._repeated(k), self._repeated(v)
+                return diagonal_attention(q, k, v, self.identity_bias, causal=causal, scale=scale)
+            mask, causal = self._biased_mask(q, k, context), False
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+
+    def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        scores = q @ self._repeated(k).transpose(-2, -1) * self.temperature.scaling
+        if self.identity_bias is not None:
+            scores = scores + self._biased_mask(q, k, context)
+        elif context.visible is not None:
+            scores = scores.masked_fill(~context.visible, -torch.inf)
+        elif context.is_causal:
+            scores = scores.masked_fill(~causal_visibility(q, k), -torch.inf)
+        probabilities = torch.softmax(scores, dim=-1, dtype=_at_least_float32(scores)).to(q.dtype)
+        probabilities = self.probabilities(probabilities)
+        if self.training and self.dropout:
+            probabilities = F.dropout(probabilities, self.dropout)
+        return probabilities @ self._repeated(v)
+
+    def _biased_mask(self, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:
+        """The identity bias on the diagonal and -inf on hidden keys, [1 or B, H, T, S]."""
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        own = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+        own = own.tril(num_keys - num_queries).triu(num_keys - num_queries)
+        mask = own * self.identity_bias.to(q.dtype)[None, :, None, None]
+        visible = context.visible
+        if visible is None and context.is_causal:
+            visible = causal_visibility(q, k)
+        return mask if visible is None else mask.masked_fill(~visible, -torch.inf)
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """Keys or values [B, G, S, K] once per query head [B, H, S, K]."""
+        copies = self.num_heads // self.num_key_value_heads
+        return x if copies == 1 else x.repeat_interleave(copies, dim=1)
+
+
+def causal_visibility(q: Tensor, k: Tensor) -> Tensor:
+    """Bool [T, S], True where key position <= query position; queries are the last T keys."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
+    return ones.tril(num_keys - num_queries)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@contextmanager
+def eager_attention(model: nn.Module) -> Iterator[nn.Module]:
+    """Within the block all `Attention` layers of `model` compute and show their probabilities."""
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no skipless attention layer to make eager")
+    before = [layer.implementation for layer in layers]
+    try:
+        for layer in layers:
+            layer.implementation = "eager"
+        yield model
+    finally:
+        for layer, implementation in zip(layers, before, strict=True):
+            layer.implementation = implementation

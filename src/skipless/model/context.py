@@ -1,0 +1,33 @@
+"""What one forward pass shares between all blocks. Built once in `Transformer.forward`.
+
+Legend of shapes: B batch, T new tokens, S past plus new tokens, D width, H heads, G key/value
+heads, K head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from skipless.model.cache import KeyValueCache
+
+
+@dataclass
+class ForwardContext:
+    """Positions, masks, the embedding and the cache of one forward pass."""
+
+    embedding: Tensor
+    """x0 of C0 [B, T, D]: what the first block received."""
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine of RoPE, each [T, 1, K] or [B, T, 1, K]; None without RoPE."""
+    visible: Tensor | None = None
+    """Bool, True where a query may see a key, [T, S] or [B, 1, T, S]; None when `is_causal` alone
+    says it."""
+    is_causal: bool = True
+    """Only read when `visible` is None: triangular, or everything."""
+    num_visible: Tensor | None = None
+    """How many keys each query sees, [T] or [B, T]; only set for a length-scaled temperature."""
+    cache: KeyValueCache | None = None

@@ -1,0 +1,81 @@
+"""Continuing a text: greedy or sampled, with or without the key/value cache.
+
+Texts longer than the model's context slide: when the window is full it drops its oldest half, so
+that the cache is rebuilt once per half window rather than at every token. The rule depends on the
+length only, so cached and uncached decoding see the same windows. Read by `Transformer.generate`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skipless.errors import UserError
+from skipless.model.cache import KeyValueCache
+
+
+def window_start(length: int, limit: int) -> int:
+    """Where the visible window starts in a text of `length` tokens; it holds at most `limit`."""
+    if length <= limit:
+        return 0
+    step = max(limit // 2, 1)
+    return -(-(length - limit) // step) * step
+
+
+def sample(
+    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> Tensor:
+    """Token ids [B] drawn from logits [B, V]; temperature 0 takes the largest."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits.float().cpu() / temperature  # on the CPU: the same draws on every device
+    if top_k is not None and top_k < logits.shape[-1]:
+        smallest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+@torch.no_grad()
+def generate(
+    model,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
+) -> Tensor:
+    """Continue `input_ids` int64 [B, T]; returns [B, T + max_new_tokens].
+
+    `temperature` 0 is greedy; `top_k` keeps the k likeliest tokens; the same `seed` gives the same
+    text. The model is put in evaluation mode meanwhile. Raises UserError for a classification or
+    bidirectional model and for settings out of range.
+    """
+    config = model.config
+    if config.num_labels is not None or not config.causal:
+        raise UserError(
+            "only a causal language model generates text; this one has "
+            + ("a classification head" if config.num_labels is not None else "causal=False")
+        )
+    if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+        raise UserError(
+            f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}; expected "
+            "max_new_tokens >= 0, temperature >= 0 and top_k >= 1 (or none)"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    limit, was_training = config.max_position_embeddings, model.training
+    model.eval()
+    try:
+        cache, start = None, 0
+        for _ in range(max_new_tokens):
+            wanted = window_start(input_ids.shape[1], limit)
+            if cache is None or wanted != start:
+                cache, start = KeyValueCache() if use_cache else None, wanted
+            seen = cache.length if cache is not None else 0
+            logits = model(input_ids[:, start + seen :], cache=cache, logits_to_keep=1).logits
+            token = sample(logits[:, -1], temperature, top_k, generator).to(input_ids.device)
+            input_ids = torch.cat((input_ids, token[:, None]), dim=1)
+    finally:
+        model.train(was_training)
+    return input_ids

@@ -1,0 +1,242 @@
+"""The decoder: embedding, blocks, final norm, head. docs/equations.md sections 1 and 2.
+
+`Transformer(config, seed=0)` is built and initialised on the default device; under
+`torch.device("meta")` it allocates nothing, and `initialize` fills it after `to_empty` with the
+same numbers. Legend: B batch, T tokens, S past plus new tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipless.config import ModelConfig
+from skipless.errors import UserError
+from skipless.model import initializers, layout
+from skipless.model.attention import Attention
+from skipless.model.block import Block
+from skipless.model.cache import KeyValueCache
+from skipless.model.connections import Connection
+from skipless.model.context import ForwardContext
+from skipless.model.norms import build_norm
+from skipless.model.rope import RotaryTables
+from skipless.sites import Site
+
+
+@dataclass
+class ModelOutput:
+    """What `Transformer.forward` returns."""
+
+    logits: Tensor
+    """[B, T, V] (or the last `logits_to_keep` positions); [B, num_labels] when classifying."""
+    loss: Tensor | None = None
+    """Mean cross-entropy in nats, float32 scalar, when labels were given."""
+    cache: KeyValueCache | None = None
+    """The cache that was given, now with this pass's tokens."""
+
+
+class Transformer(nn.Module):
+    """Decoder (or, with `causal=False`, encoder) with a language-model or classification head."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0):
+        super().__init__()
+        if config.num_labels is not None and config.num_labels < 2:
+            raise UserError(
+                f"model.num_labels is {config.num_labels}; a classification head needs at least "
+                "2, and null gives the language-model head"
+            )
+        self.config = config
+        device = torch.get_default_device()
+        with torch.device("meta"):  # default draws would cost time and disturb the global seed
+            width, vocabulary = config.hidden_size, config.vocab_size
+            self.embed_tokens = nn.Embedding(vocabulary, width)
+            if config.position == "learned":
+                self.embed_positions = nn.Embedding(config.max_position_embeddings, width)
+            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+            self.norm = build_norm(config)
+            if config.num_labels is None:
+                self.lm_head = nn.Linear(width, vocabulary, bias=False)
+            else:
+                self.score = nn.Linear(width, config.num_labels, bias=False)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self._rotary = (
+            RotaryTables(config.head_dim, config.rope_theta) if config.position == "rope" else None
+        )
+        self.tie_weights()
+        if device.type != "meta":
+            self.to_empty(device=device)
+            initialize(self, seed)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> ModelOutput:
+        """Logits, and the loss when `labels` are given.
+
+        `input_ids` int64 [B, T]. `labels` int64 [B, T] are the next tokens (already shifted),
+        -100 where nothing is asked; [B] when classifying. `attention_mask` [B, S] is 1 on tokens
+        and 0 on padding, past tokens included. `logits_to_keep` n computes the last n positions
+        only, 0 all. Raises UserError for shapes that do not fit, ids beyond the vocabulary (on the
+        CPU) and texts longer than `max_position_embeddings`.
+        """
+        layout.check_input(self.config, input_ids, attention_mask, cache)
+        past = cache.length if cache is not None else 0
+        positions, context = layout.build_context(
+            self.config, input_ids, attention_mask, cache, self._rotary, self._compute_dtype()
+        )
+        stream = self._embed(input_ids, positions)
+        context.embedding = stream
+        for block in self.layers:
+            stream = block(stream, context)
+        if cache is not None:
+            cache.advance(input_ids.shape[1])
+        stream = self.norm(stream)
+        if self.config.num_labels is not None:
+            logits = self.score(layout.pool(stream, attention_mask, past, self.config.causal))
+        else:
+            logits = self.lm_head(stream[:, -logits_to_keep:] if logits_to_keep else stream)
+        loss = None if labels is None else _loss(logits, labels)
+        return ModelOutput(logits=logits, loss=loss, cache=cache)
+
+    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        try:
+            stream = self.embed_tokens(input_ids)
+        except IndexError:
+            raise UserError(
+                f"token id {int(input_ids.max())} (smallest {int(input_ids.min())}) is outside the "
+                f"vocabulary of {self.config.vocab_size}; the text was encoded with another "
+                "tokenizer"
+            ) from None
+        if self.config.position == "learned":
+            stream = stream + self.embed_positions(positions)
+        return stream if self.dropout is None else self.dropout(stream)
+
+    def _compute_dtype(self) -> torch.dtype:
+        device = self.embed_tokens.weight.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def layer_list(self) -> nn.ModuleList:
+        """The blocks; what compile, FSDP and activation checkpointing wrap."""
+        return self.layers
+
+    def tie_weights(self) -> None:
+        """Share the embedding with the head, and C4's block gains within their block."""
+        if self.config.num_labels is None and self.config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        for block in self.layers:
+            block.tie_gains()
+
+    def _apply(self, fn, recurse=True):
+        # leaving the meta device replaces each Parameter, and so unties shared ones
+        super()._apply(fn, recurse)
+        self.tie_weights()
+        return self
+
+    def set_training_progress(self, fraction: float) -> None:
+        """Tell every connection the share of training done, in [0, 1] (C7)."""
+        for module in self.modules():
+            if isinstance(module, Connection):
+                module.set_training_progress(fraction)
+
+    def gains(self) -> dict[str, Tensor]:
+        """Current connection weights, identity biases and learned temperatures, detached.
+
+        Keys are module name and weight: "layers.0.mlp_connection.b". Empty for C1, C2, C3.
+        """
+        return layout.gains(self)
+
+    def sites(self) -> list[Site]:
+        """Every place where a tensor can be measured or quantised, in order of computation."""
+        return layout.sites(self)
+
+    def num_parameters(self, gains: bool = True) -> int:
+        """Number of parameters, shared ones once; without `gains` only matrices count (no norm
+        gains, connection gains, biases)."""
+        return sum(p.numel() for p in self.parameters() if gains or p.ndim > 1)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        use_cache: bool = True,
+    ) -> Tensor:
+        """`input_ids` [B, T] continued by `max_new_tokens`; see `skipless.model.generation`."""
+        from skipless.model.generation import generate  # which imports this file's output type
+
+        return generate(
+            self, input_ids, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed,
+            use_cache=use_cache,
+        )  # fmt: skip
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    if labels.shape != logits.shape[:-1]:
+        raise UserError(
+            f"labels have shape {list(labels.shape)} and the logits {list(logits.shape)}; "
+            f"labels of shape {list(logits.shape[:-1])} were expected"
+        )
+    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int = 0) -> None:
+    """Fill every parameter and buffer (I1-I7); the same numbers on any device, sharded or not.
+
+    For a model that left the meta device by `to_empty`, and for starting over.
+    """
+    model.tie_weights()
+    config, written = model.config, set()
+
+    def write(parameter: Tensor, value: Tensor) -> None:
+        written.add(id(parameter))
+        parameter.copy_(_like(parameter, value))
+
+    def write_normal(name: str, module: nn.Module) -> None:
+        rows, columns = module.weight.shape
+        generator = initializers.generator_for(seed, name)
+        write(module.weight, initializers.normal(rows, columns, config.init.std, generator))
+
+    for name in ("lm_head", "score", "embed_positions", "embed_tokens"):
+        if hasattr(model, name):
+            write_normal(name, getattr(model, name))  # a tied head is overwritten by the embedding
+    for index, block in enumerate(model.layers):
+        for name, value in initializers.layer_weights(config, index, seed).items():
+            write(block.get_submodule(name).weight, value)
+    for module in model.modules():
+        if isinstance(module, Attention) and module.identity_bias is not None:
+            module.identity_bias.fill_(config.init.identity_bias)
+            written.add(id(module.identity_bias))
+        own = list(module.parameters(recurse=False))
+        if own and any(id(p) not in written for p in own) or isinstance(module, Connection):
+            module.reset_parameters()
+            written.update(id(p) for p in own)
+    missing = [n for n, p in model.named_parameters() if id(p) not in written]
+    assert not missing, f"parameters without an initialiser: {missing}"
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """`value` in the parameter's dtype and device, sharded as the parameter is."""
+    value = value.to(parameter.dtype)
+    if not hasattr(parameter, "placements"):
+        return value
+    from torch.distributed.tensor import distribute_tensor  # only where a process group exists
+
+    local = value.to(parameter.device)
+    # every rank drew the same matrix, so each takes its slice and nothing is sent
+    return distribute_tensor(
+        local, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
