@@ -8,7 +8,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "skipless"
 FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
-    ("errors", "jsonable"),
+    ("errors",),
+    ("jsonable",),
     ("config",),
     ("registry", "rundir", "log", "sites"),
     ("recipes", "model", "optim", "data", "probes"),
@@ -17,8 +18,11 @@ ORDER = [
     ("train",),
     ("measure", "surgery", "hf", "export"),
     ("report",),
+    ("rows",),
     ("demo",),
-    ("cli", "__main__"),
+    ("sweep",),
+    ("cli",),
+    ("__main__",),
 ]
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 NEUTRAL = {"probes", "quant", "optim"}  # work on any nn.Module, so they may not know our model

@@ -10,7 +10,7 @@ import functools
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import tyro
 
@@ -149,6 +149,38 @@ def train(
     print(f"{directory}  held-out loss {result.held_out_loss:.4f} nats after {result.step} steps")
 
 
+def sweep(
+    names: Positional[tuple[str, ...]],
+    setting: str = "optim.lr",
+    values: tuple[str, ...] = (),
+    out: str = "runs/sweep",
+    jobs: int | None = None,
+    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+) -> None:
+    """Train recipes at several values of one setting and tell which did best.
+
+    For example: skipless sweep demo-rf-kl demo-rf-muon --values 2e-3 4e-3 8e-3
+
+    Args:
+        names: recipes.
+        setting: the setting to vary.
+        values: its values.
+        out: directory of the runs; finished ones are not repeated.
+        jobs: runs at a time; default one a core.
+    """
+    from skipless.sweep import best, run_sweep
+
+    results = run_sweep(
+        names, setting=setting, values=values, out=out, settings=overrides, jobs=jobs
+    )
+    chosen = best(results)
+    for row in results:
+        loss = row["held_out_loss"]
+        mark = "  <- best" if row is chosen.get(row["recipe"]) else ""
+        text = f"{loss:.4f}{mark}" if loss is not None else f"failed: {row['error']}"
+        print(f"{row['recipe']:<24} {setting} {row[setting]:<8} {text}")
+
+
 def eval_(run: Positional[str], num_tokens: int | None = None, json: bool = False) -> None:
     """Held-out loss, perplexity and bits per byte of a trained run -> eval.json."""
     from skipless.measure import evaluate_run
@@ -238,6 +270,7 @@ COMMANDS = {
     "show": show,
     "data": data,
     "train": train,
+    "sweep": sweep,
     "eval": eval_,
     "probe": probe,
     "quantize": quantize,
@@ -255,7 +288,9 @@ def _config(name: str) -> Any:
         return RunDir.open(path).config()
     if path.suffix == ".json":
         if not path.exists():
-            raise UserError(f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one")
+            raise UserError(
+                f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one"
+            )
         return from_json(RunConfig, path.read_text(), where=str(path))
     return recipes.get(name)
 
@@ -296,12 +331,17 @@ def _run(arguments: list[str]) -> None:
             f"{suggestion(arguments[0], COMMANDS, noun='command')}"
         )
     arguments, settings = _split_settings(arguments)
-    if settings and arguments[:1] != ["train"]:
+    if settings and arguments[0] not in ("train", "sweep"):
         raise UserError(
-            f"--{next(iter(settings))} is a setting of a run; only `skipless train` takes settings"
+            f"--{next(iter(settings))} is a setting of a run; only `skipless train` and "
+            "`skipless sweep` take settings"
         )
     tyro.extras.subcommand_cli_from_dict(
-        {**COMMANDS, "train": functools.partial(train, overrides=settings)},
+        COMMANDS
+        | {
+            name: functools.partial(COMMANDS[name], overrides=settings)
+            for name in ("train", "sweep")
+        },
         prog="skipless",
         description=(__doc__ or "").splitlines()[0],
         args=arguments,

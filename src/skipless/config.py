@@ -208,7 +208,9 @@ class ModelConfig(Config):
         """The connection of one sublayer ("attention" or "mlp") after all overrides."""
         chosen = self.connection
         for rule in self.connection_overrides:
-            layers = None if rule.layers is None else {i % self.num_hidden_layers for i in rule.layers}
+            layers = (
+                None if rule.layers is None else {i % self.num_hidden_layers for i in rule.layers}
+            )
             if (layers is None or layer in layers) and rule.sublayer in (None, sublayer):
                 chosen = rule.connection
         return chosen

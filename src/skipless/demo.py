@@ -1,96 +1,14 @@
-"""The main job from end to end: prepare, train every row, measure, report.
-
-Each row is a process of its own with one thread (`skipless train ROW --measure`): two small models
-side by side use two cores better than one model on both. This process only starts them, reads the
-lines they append to metrics.jsonl, and draws the progress. Ctrl-C is passed on; each row saves a
-checkpoint, and the same command continues.
-"""
+"""The main job from end to end: prepare, train every row, measure, report."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from skipless import recipes
 from skipless.errors import UserError
-from skipless.log import make_progress, say
-from skipless.rundir import RunDir
-
-MEASURE_SHARE = 0.15
-"""Measuring a row takes about this share of training it (8 layers of width 128)."""
-POLL_SECONDS = 0.3
-LINE_SECONDS = 20.0
-"""Off a terminal a line of progress is printed this often."""
-
-
-@dataclass
-class Row:
-    """One training process and how far it is."""
-
-    recipe: str
-    directory: Path
-    num_steps: int
-    process: subprocess.Popen | None = None
-    step: int = 0
-    loss: float = float("nan")
-    error: str = ""
-    _offset: int = 0
-    _partial: str = field(default="", repr=False)
-
-    @property
-    def log(self) -> Path:
-        return self.directory.with_suffix(".log")
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "skipless", "train", self.recipe,
-                   "--out", str(self.directory), "--measure"]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches it once, through _stop
-            )
-
-    def read_progress(self) -> None:
-        """Take in the lines appended since the last look."""
-        path = self.directory / "metrics.jsonl"
-        if not path.exists():
-            return
-        if path.stat().st_size < self._offset:  # truncated by a resume
-            self._offset, self._partial = 0, ""
-        with open(path) as file:
-            file.seek(self._offset)
-            text = self._partial + file.read()
-            self._offset = file.tell()
-        *lines, self._partial = text.split("\n")
-        for line in lines:
-            row = json.loads(line)
-            if "loss" in row:
-                self.step, self.loss = row["step"], row["loss"] or float("nan")
-
-    @property
-    def done(self) -> float:
-        """Steps done, the measuring counted as further steps."""
-        measured = sum((self.directory / f"{n}.json").exists() for n in ("eval", "quant", "probe"))
-        return self.step + measured / 3 * MEASURE_SHARE * self.num_steps
-
-    def finish(self) -> None:
-        """Note why the process failed, if it did."""
-        self.read_progress()
-        if self.process is not None and self.process.returncode:
-            lines = self.log.read_text(errors="replace").strip().splitlines()
-            self.error = lines[-1] if lines else f"exit code {self.process.returncode}"
+from skipless.log import say
+from skipless.rows import Row, train_rows
 
 
 def run_demo(
@@ -106,15 +24,12 @@ def run_demo(
     base = Path(out or ("runs/demo-fast" if fast else "runs/demo"))
     names = FAST_ROWS if fast else ROWS
     began = time.monotonic()
-    jobs = jobs or max(1, min(4, os.cpu_count() or 1))
-    if jobs < 1:
-        raise UserError(f"--jobs is {jobs}; it must be at least 1")
     rows = [Row(name, base / name, recipes.get(name).train.num_steps) for name in names]
     if fresh:
         for row in rows:
-            _remove(row)
-    _prepare_data(names[0])
-    _train_rows(rows, jobs)
+            row.remove()
+    prepare_data(names[0])
+    train_rows(rows, jobs)
     failed = [row for row in rows if row.error]
     for row in failed:
         say(f"{row.recipe} failed: {row.error} (log: {row.log})")
@@ -131,16 +46,7 @@ def run_demo(
     return report
 
 
-def _remove(row: Row) -> None:
-    import shutil
-
-    if (row.directory / "config.json").exists():
-        with RunDir(row.directory).lock():
-            shutil.rmtree(row.directory)
-    row.log.unlink(missing_ok=True)
-
-
-def _prepare_data(name: str) -> None:
+def prepare_data(name: str) -> None:
     """Download and tokenise once, before the rows look for it side by side."""
     from skipless.data import prepare
 
@@ -148,57 +54,3 @@ def _prepare_data(name: str) -> None:
     data = prepare(config.data, config.model.vocab_size)
     if data.fallback_reason:
         say(f"NOTE: {data.fallback_reason}")
-
-
-def _train_rows(rows: list[Row], jobs: int) -> None:
-    waiting, running = list(rows), []
-    total = sum(row.num_steps * (1 + MEASURE_SHARE) for row in rows)
-    last_line = time.monotonic()
-    try:
-        with make_progress(unit="steps") as bar:
-            whole = bar.add_task(f"all {len(rows)} rows", total=round(total), note="")
-            tasks = {}
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    row = waiting.pop(0)
-                    row.start()
-                    running.append(row)
-                    tasks[row.recipe] = bar.add_task(row.recipe, total=row.num_steps, note="")
-                time.sleep(POLL_SECONDS)
-                for row in list(running):
-                    row.read_progress()
-                    note = "measuring" if row.step >= row.num_steps else f"loss {row.loss:.3f}"
-                    bar.update(tasks[row.recipe], completed=row.step, note=note)
-                    if row.process is not None and row.process.poll() is not None:
-                        row.finish()
-                        running.remove(row)
-                        bar.update(tasks[row.recipe], note="failed" if row.error else "done")
-                bar.update(whole, completed=round(sum(row.done for row in rows)))
-                if bar.disable and time.monotonic() - last_line > LINE_SECONDS:
-                    last_line = time.monotonic()
-                    say(_line(rows, running, total))
-    except KeyboardInterrupt:
-        _stop(running)
-        say("stopped; every row kept its last checkpoint. The same command continues from there.")
-        raise
-
-
-def _line(rows: list[Row], running: list[Row], total: float) -> str:
-    share = sum(row.done for row in rows) / total
-    now = ", ".join(f"{row.recipe} {row.step}/{row.num_steps} loss {row.loss:.3f}" for row in running)
-    return f"{share:4.0%}  {now}"
-
-
-def _stop(running: list[Row]) -> None:
-    """Let the rows save and end; whoever takes longer than 30 s is ended."""
-    for row in running:
-        if row.process is not None and row.process.poll() is None:
-            row.process.send_signal(signal.SIGINT)
-    until = time.monotonic() + 30
-    for row in running:
-        if row.process is None:
-            continue
-        try:
-            row.process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            row.process.kill()

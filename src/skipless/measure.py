@@ -144,5 +144,3 @@ def measure_all(run: LoadedRun, *, say: Say = _quiet) -> None:
         if not (directory / name).exists():
             say(f"writing {name}")
             step()
-
-

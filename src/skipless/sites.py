@@ -1,7 +1,8 @@
 """Sites: named places in a model where tensors are measured or quantised.
 
-A site is one direction (input or output) of one module. Our own models list theirs (`model.sites()`);
-for any other `nn.Module`, Hugging Face models included, `find_sites` reads the structure:
+A site is one direction (input or output) of one module. Our own models list theirs
+(`model.sites()`); for any other `nn.Module`, Hugging Face models included, `find_sites` reads the
+structure:
 
 | structure                                            | kind                            |
 |------------------------------------------------------|---------------------------------|
@@ -124,9 +125,7 @@ def select_sites(model: nn.Module, wanted: str | Site | Sequence[str | Site]) ->
         if not names:
             if pattern in KINDS:
                 find_sites(model, pattern)  # says which kinds the model has
-            near = suggestion(
-                pattern, [site.name for site in known][:400], noun="site"
-            )
+            near = suggestion(pattern, [site.name for site in known][:400], noun="site")
             raise UserError(f"no site matches {pattern!r}; {_shorten(near)}")
         chosen |= names
     taken = {site.name for site in given}
@@ -211,9 +210,8 @@ def _sublayers(block: nn.Module) -> list[str]:
     found = []
     for name, child in block.named_children():
         inner = [m for m in child.modules() if is_linear(m)]
-        if isinstance(child, nn.MultiheadAttention):
-            found.append(name)
-        elif inner and inner[0] is not child and _ends(inner) == (width, width):
+        same_width = inner and inner[0] is not child and _ends(inner) == (width, width)
+        if same_width or isinstance(child, nn.MultiheadAttention):
             found.append(name)
     return found
 
@@ -233,9 +231,7 @@ def _from_structure(model: nn.Module) -> list[Site]:
     blocks = _blocks(model)
     is_block = set(blocks)
     modules = dict(model.named_modules())
-    sublayers = {
-        f"{block}.{child}" for block in blocks for child in _sublayers(modules[block])
-    }
+    sublayers = {f"{block}.{child}" for block in blocks for child in _sublayers(modules[block])}
     sites: list[Site] = []
 
     def add(module: str, direction: str, kind: str, local: str) -> None:

@@ -27,10 +27,12 @@ ADAMW_LR = 2e-3
 
 
 def adamw(lr: float) -> OptimizerRecipe:
+    """AdamW for every parameter."""
     return OptimizerRecipe(name="adamw", lr=lr, betas=(0.9, 0.98))
 
 
 def muon(lr: float) -> OptimizerRecipe:
+    """Muon with updates scaled to AdamW's root mean square."""
     return OptimizerRecipe(name="muon", lr=lr, muon_scale="rms", adamw_lr=ADAMW_LR)
 
 
