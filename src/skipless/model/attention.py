@@ -29,7 +29,8 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.num_heads = config.num_attention_heads
+        self.num_key_value_heads = config.key_value_heads
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.implementation = config.attention_implementation

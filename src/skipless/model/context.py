@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class ForwardContext:
     """Positions, masks, the embedding and the cache of one forward pass."""
 
-    embedding: Tensor
-    """x0 of C0 [B, T, D]: what the first block received."""
+    embedding: Tensor | None = None
+    """x0 of C0 [B, T, D]: what the first block received; set once it is computed."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosine and sine of RoPE, each [T, 1, K] or [B, T, 1, K]; None without RoPE."""
     visible: Tensor | None = None

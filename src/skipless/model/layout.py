@@ -76,7 +76,6 @@ def build_context(
         # padding sees itself, since a softmax over nothing is NaN
         visible = visible | ones.tril(past).triu(past)
     context = ForwardContext(
-        embedding=input_ids,
         visible=visible,
         is_causal=config.causal and (past == 0 or visible is not None),
         cache=cache,

@@ -31,9 +31,10 @@ class RotaryTables:
         if self._stored is None or self._stored[0] != key or len(self._stored[1]) < num_positions:
             # float64 angles: at position 10^5 float32 is off by 0.004 rad
             exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
-            angle = torch.arange(num_positions, dtype=torch.float64)[:, None] * self.theta**-exponent
-            angle = torch.cat((angle, angle), dim=-1)
-            cos, sin = (f.to(device=positions.device, dtype=dtype) for f in (angle.cos(), angle.sin()))
+            place = torch.arange(num_positions, dtype=torch.float64)
+            angle = torch.outer(place, self.theta**-exponent).repeat(1, 2)
+            cos = angle.cos().to(device=positions.device, dtype=dtype)
+            sin = angle.sin().to(device=positions.device, dtype=dtype)
             self._stored = (key, cos, sin)
         _, cos, sin = self._stored
         return cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2)

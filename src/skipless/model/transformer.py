@@ -20,7 +20,6 @@ from skipless.model.attention import Attention
 from skipless.model.block import Block
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
-from skipless.model.context import ForwardContext
 from skipless.model.norms import build_norm
 from skipless.model.rope import RotaryTables
 from skipless.sites import Site
@@ -237,6 +236,4 @@ def _like(parameter: Tensor, value: Tensor) -> Tensor:
 
     local = value.to(parameter.device)
     # every rank drew the same matrix, so each takes its slice and nothing is sent
-    return distribute_tensor(
-        local, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
