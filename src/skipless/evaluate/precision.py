@@ -1,0 +1,64 @@
+"""Loss at full precision and under every scheme and scope: the table of the experiment (Q2).
+
+Each increase has a paired standard error: both losses are of the same sequences, so that what
+makes a text hard for every model cancels. Read by the CLI, the report and `skipless.measure`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from skipless.errors import UserError
+from skipless.evaluate.losses import sequence_losses
+from skipless.quant import Scheme, quantized
+
+
+def precision_table(
+    model: nn.Module,
+    batches: Iterable[Any],
+    schemes: Sequence[Scheme | str],
+    scopes: Sequence[str] = ("linear", "block"),
+    *,
+    calibration: Iterable[Any] | None = None,
+    include_head: bool = False,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """One row a scheme and scope, in the order given.
+
+    Keys: scheme, scope, include_head, loss, full_precision, increase (nats a token), perplexity,
+    standard_error (paired, of the increase; None for one sequence), num_tokens. `calibration` is
+    for static schemes; `on_row` is called with each row as it is measured. Raises UserError for
+    an empty list, a scheme or scope that does not exist, and as `loss` and `quantize` do.
+    """
+    parsed = [Scheme.parse(scheme) for scheme in schemes]
+    if not parsed or not scopes:
+        raise UserError("give at least one scheme, such as 'W8A8', and one scope, such as 'block'")
+    batches = list(batches)
+    calibration = None if calibration is None else list(calibration)
+    full = sequence_losses(model, batches)
+    rows = []
+    for scheme in parsed:
+        for scope in scopes:
+            with quantized(
+                model, scheme, scope, calibration=calibration, include_head=include_head
+            ):
+                found = sequence_losses(model, batches)
+            row = {
+                "scheme": str(scheme),
+                "scope": scope,
+                "include_head": include_head,
+                "loss": found.nats,
+                "full_precision": full.nats,
+                "increase": found.nats - full.nats,
+                "perplexity": math.exp(found.nats) if found.nats < 700 else math.inf,
+                "standard_error": found.standard_error(full),
+                "num_tokens": int(full.counts.sum()),
+            }
+            rows.append(row)
+            if on_row is not None:
+                on_row(row)
+    return rows

@@ -1,0 +1,52 @@
+"""Quantisation, simulated: integers of 2 to 16 bits by plain uniform rounding.
+
+    scheme.py       Scheme: widths and options as one value, "W8A8" (Q1)
+    fake.py         fake_quantize: rounding, codes, straight-through gradient (Q1, Q3)
+    ranges.py       the range of a group: absmax, percentile, MSE-best, Gaussian
+    gaussian.py     the Gaussian yardstick (S11)
+    targets.py      which weights and sites a scope covers (Q2)
+    observers.py    static ranges, streaming
+    calibrate.py    running calibration batches
+    activations.py  the hooks
+    apply.py        quantize, restore, quantized, paused
+"""
+
+from skipless.quant.apply import (
+    Quantization,
+    measured,
+    paused,
+    quantization,
+    quantize,
+    quantize_weight,
+    quantized,
+    restore,
+)
+from skipless.quant.calibrate import evaluation_mode, run_batch
+from skipless.quant.fake import Codes, clip_range, fake_quantize, integer_codes
+from skipless.quant.gaussian import gaussian_clip, gaussian_mse, gaussian_sqnr
+from skipless.quant.observers import RangeObserver
+from skipless.quant.scheme import Scheme
+from skipless.quant.targets import SCOPES
+
+__all__ = [
+    "SCOPES",
+    "Codes",
+    "Quantization",
+    "RangeObserver",
+    "Scheme",
+    "clip_range",
+    "evaluation_mode",
+    "fake_quantize",
+    "gaussian_clip",
+    "gaussian_mse",
+    "gaussian_sqnr",
+    "integer_codes",
+    "measured",
+    "paused",
+    "quantization",
+    "quantize",
+    "quantize_weight",
+    "quantized",
+    "restore",
+    "run_batch",
+]

@@ -1,0 +1,173 @@
+"""Hooks that replace a tensor at a site by its quantised self (Q1, Q2).
+
+One `ActivationQuantizer` a site; all sites of a model share a `ForwardState`, which
+
+- remembers the last tensor quantised, so that the q, k and v projections, which read the same
+  tensor, cost one quantisation; and a tensor that is already the result is not quantised again
+  (a stream without skip IS the sublayer's output);
+- counts the sites that ran, so that a site no forward pass reaches is an error;
+- gathers, without synchronising the device, whether some dynamic range was NaN or infinite, and
+  names the first such site when the forward pass ends.
+
+Read by `quant.apply`, and by `evaluate.propagation` for its measurements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.quant.fake import simulate
+from skipless.quant.observers import RangeObserver
+from skipless.quant.scheme import Scheme
+from skipless.quant.targets import ActivationTarget
+from skipless.sites import Site
+
+
+class ForwardState:
+    """What the sites of one model share during a forward pass."""
+
+    def __init__(self, sites: list[Site]) -> None:
+        self.names = [site.name for site in sites]
+        self.mode = "quantize"
+        """quantize, observe (calibration), measure (tell, but pass the values on) or off."""
+        self.measure: Callable[[str, Tensor, Tensor], None] | None = None
+        self.unseen = set(self.names)
+        self.clear()
+
+    def clear(self) -> None:
+        self._source = self._result = None
+        self._key: tuple | None = None
+        self._finite: list[tuple[str, Tensor]] = []
+
+    def remembered(self, x: Tensor, key: tuple) -> Tensor | None:
+        """The result for `x` if it, or what it came from, was the last tensor quantised."""
+        if key != self._key or self._result is None or torch.is_inference(x):
+            return None
+        result, version = self._result
+        if result._version != version:
+            return None
+        if x is result:
+            return x
+        source, source_version = self._source
+        return result if source() is x and x._version == source_version else None
+
+    def remember(self, x: Tensor, key: tuple, result: Tensor) -> None:
+        if not torch.is_inference(x) and not torch.is_inference(result):
+            self._key = key
+            self._source = (weakref.ref(x), x._version)
+            self._result = (result, result._version)
+
+    def note_scale(self, name: str, scale: Tensor) -> None:
+        self._finite.append((name, torch.isfinite(scale).all()))
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        self.clear()
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        finite, self._finite = self._finite, []
+        self.clear()
+        if self.mode == "off":
+            return
+        self.check_coverage(type(module).__name__)
+        if finite and not bool(torch.stack([flag for _, flag in finite]).all()):
+            name = next(name for name, flag in finite if not bool(flag))
+            raise UserError(
+                f"NaN or infinity reached {name}, the first site of {type(module).__name__} where "
+                "it shows; look at the weights and inputs before that place"
+            )
+
+    def check_coverage(self, model_name: str) -> None:
+        """Raise UserError when a forward pass left out a site that was to be quantised."""
+        if self.unseen:
+            names = sorted(self.unseen)
+            some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise UserError(
+                f"{some} never ran in the forward pass of {model_name}, so that nothing was "
+                "quantised there; restore(model) and choose a narrower scope"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles of a model start without remembered tensors."""
+        return self.__dict__ | {"_source": None, "_result": None, "_key": None, "_finite": []}
+
+
+class ActivationQuantizer:
+    """Quantises one site; registered as a hook on the site's module."""
+
+    def __init__(self, target: ActivationTarget, scheme: Scheme, state: ForwardState) -> None:
+        self.site, self.bits, self.state = target.site, target.bits, state
+        self.granularity, self.symmetric = scheme.activation_granularity, scheme.symmetric
+        # A softmax row is nothing like a Gaussian, and its peak is what attention is about.
+        self.clip: Any = "absmax" if target.site.kind == "probabilities" else scheme.clip
+        self.observer = None
+        if not scheme.dynamic:
+            self.observer = RangeObserver(self.bits, symmetric=self.symmetric, clip=self.clip)
+        self._key: tuple = (self.bits, self.granularity, self.symmetric, self.clip)
+
+    def finish_calibration(self) -> None:
+        """Fix the range to what the observer saw. Raises UserError naming the site."""
+        if self.observer is not None:
+            self.clip = self.observer.range(self.site.name)
+            ends = self.clip if isinstance(self.clip, tuple) else (self.clip,)
+            self._key = (self.bits, self.symmetric, *(float(end) for end in ends))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        state = self.state
+        if state.mode == "off":
+            return x
+        state.unseen.discard(self.site.name)
+        if state.mode == "observe":
+            self.observer.update(x)
+            return x
+        if state.mode == "quantize" and (known := state.remembered(x, self._key)) is not None:
+            return known
+        clip = self.clip
+        if not isinstance(clip, str):
+            on_device = tuple(e.to(x.device) for e in clip) if isinstance(clip, tuple) else None
+            clip = on_device or clip.to(x.device)
+        result, scale = simulate(x, self.bits, self.granularity, self.symmetric, clip)
+        if isinstance(clip, str):
+            state.note_scale(self.site.name, scale)
+        if state.mode == "measure":
+            state.measure(self.site.name, x, result)
+            return x
+        state.remember(x, self._key, result)
+        return result
+
+    def input_hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
+        replaced, found = _replace_first(args, self)
+        if found:
+            return replaced, kwargs
+        replaced_kwargs, found = _replace_first(kwargs, self)
+        return (args, replaced_kwargs) if found else None
+
+    def output_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        replaced, found = _replace_first(output, self)
+        return replaced if found else None
+
+
+def _replace_first(value: Any, function) -> tuple[Any, bool]:
+    """`value` with its first floating-point tensor passed through `function`, at any depth."""
+    if isinstance(value, Tensor):
+        return (function(value), True) if value.is_floating_point() else (value, False)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            new, found = _replace_first(item, function)
+            if found:
+                changed = type(value)(value) if type(value) is not dict else dict(value)
+                changed[key] = new
+                return changed, True
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            new, found = _replace_first(item, function)
+            if found:
+                items = [*value[:index], new, *value[index + 1 :]]
+                is_named = hasattr(value, "_fields")
+                return (type(value)(*items) if is_named else type(value)(items)), True
+    return value, False

@@ -1,0 +1,281 @@
+"""`quantize` a model in place and `restore` it bit for bit (Q1, Q2).
+
+Weights are quantised once and take the place of the originals, which are kept; a parameter stays
+the same object, so that tied weights stay tied and optimisers keep their references. Activations
+are quantised by hooks at the sites of the scope; hooks opened before or after (probes) see the
+quantised tensors. In scope `all`, and for -KV and -P, attention is switched to its eager form,
+whose probabilities are a tensor, and back by `restore`.
+
+    with quantized(model, "W8A6", scope="block"):
+        loss(model, batches)
+
+Works on our models, on Hugging Face models and on any nn.Module with linear layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.quant.activations import ActivationQuantizer, ForwardState
+from skipless.quant.calibrate import run_calibration
+from skipless.quant.fake import fake_quantize
+from skipless.quant.scheme import Scheme
+from skipless.quant.targets import ATTENTION_KINDS, WeightTarget, find_targets
+
+_ATTRIBUTE = "_skipless_quantization"
+
+
+@dataclass(kw_only=True)
+class _Weight:
+    """One parameter with the tensor that is not in use: originals while quantised."""
+
+    name: str
+    parameter: nn.Parameter
+    stored: Tensor
+    layer: int | None = None
+    version: int = 0
+
+    def swap(self) -> None:
+        current = self.parameter.data
+        self.parameter.data = self.stored.to(current.device, current.dtype)
+        self.stored = current
+        self.version = self.parameter._version
+
+    def __deepcopy__(self, memo: dict) -> _Weight:
+        parameter = copy.deepcopy(self.parameter, memo)
+        # A copied parameter counts its changes from the start.
+        return _Weight(
+            name=self.name, parameter=parameter, stored=self.stored.clone(), layer=self.layer,
+            version=parameter._version,
+        )  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Quantization:
+    """What is quantised in a model; `quantization(model)` returns it."""
+
+    scheme: Scheme
+    scope: str
+    include_head: bool
+    weights: list[_Weight]
+    activations: list[ActivationQuantizer]
+    state: ForwardState
+    handles: list[Any] = field(default_factory=list)
+    eager: list[tuple[Any, str, str]] = field(default_factory=list)
+    """(object, attribute, value before) of attention implementations that were switched."""
+
+    def describe(self) -> str:
+        """One line: scheme, scope, how many weights and sites, what stays in full precision."""
+        head = "quantised" if self.include_head else "in full precision"
+        return (
+            f"{self.scheme} in scope {self.scope}: {len(self.weights)} weights, "
+            f"{len(self.activations)} activation sites, head and embedding {head}"
+        )
+
+
+def quantize(
+    model: nn.Module,
+    scheme: Scheme | str,
+    scope: str = "linear",
+    *,
+    calibration: Iterable[Any] | None = None,
+    include_head: bool = False,
+    layers: Iterable[int | None] | None = None,
+) -> nn.Module:
+    """Quantise `model` in place (simulated) and return it; `restore(model)` undoes it.
+
+    `scope` is linear, block or all (Q2). `calibration`, batches as in `quant.calibrate`, is read
+    by `-static` schemes only. `layers` limits everything to some layers. The state_dict then holds
+    quantised weights. Raises UserError, leaving the model as it was, when nothing matches, the
+    model is quantised already, a static scheme has no calibration, or a weight is not finite.
+    """
+    scheme = Scheme.parse(scheme)
+    if (present := quantization(model)) is not None:
+        raise UserError(
+            f"the model is already quantised with {present.scheme} (scope {present.scope}); "
+            "call restore(model) first"
+        )
+    weights, targets = find_targets(
+        model, scheme, scope, include_head=include_head, layers=layers
+    )
+    state = ForwardState([target.site for target in targets])
+    quantizers = [ActivationQuantizer(target, scheme, state) for target in targets]
+    record = Quantization(
+        scheme=scheme, scope=scope, include_head=include_head, activations=quantizers,
+        state=state, weights=[_quantize_weight(target, scheme) for target in weights],
+    )  # fmt: skip
+    if any(target.site.kind in ATTENTION_KINDS for target in targets):
+        record.eager = _switch_to_eager(model)
+    _register_hooks(model, record)
+    try:
+        if quantizers and not scheme.dynamic:
+            state.mode = "observe"
+            run_calibration(model, calibration, str(scheme))
+            for quantizer in quantizers:
+                quantizer.finish_calibration()
+            state.mode, state.unseen = "quantize", set(state.names)
+    except BaseException:
+        _detach(record)
+        raise
+    for weight in record.weights:
+        weight.swap()
+    setattr(model, _ATTRIBUTE, record)
+    return model
+
+
+def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
+    """Undo `quantize`: the original weights, bit for bit, no hooks. Returns the model.
+
+    Raises UserError when the model is not quantised, or when its weights were changed meanwhile
+    (by training or load_state_dict), which restoring would throw away; `discard_changes` does so.
+    """
+    record = quantization(model)
+    if record is None:
+        raise UserError("the model is not quantised; there is nothing to restore")
+    changed = [w.name for w in record.weights if w.parameter._version != w.version]
+    if changed and not discard_changes:
+        raise UserError(
+            f"{changed[0]} changed after quantize(), by training or loading, and restoring would "
+            "lose that; save the model first, or call restore(model, discard_changes=True)"
+        )
+    if record.state.mode == "quantize":
+        for weight in record.weights:
+            weight.swap()
+    _detach(record)
+    delattr(model, _ATTRIBUTE)
+    return model
+
+
+def quantization(model: nn.Module) -> Quantization | None:
+    """What `quantize` did to the model, or None."""
+    return getattr(model, _ATTRIBUTE, None)
+
+
+@contextmanager
+def quantized(
+    model: nn.Module, scheme: Scheme | str, scope: str = "linear", **options: Any
+) -> Iterator[nn.Module]:
+    """`quantize` for the length of a with statement; options as there."""
+    quantize(model, scheme, scope, **options)
+    try:
+        yield model
+    finally:
+        if quantization(model) is not None:
+            restore(model)
+
+
+@contextmanager
+def paused(model: nn.Module) -> Iterator[nn.Module]:
+    """Full precision for the length of a with statement, inside a quantised model.
+
+    Swaps the original weights in and the quantised ones back; nothing is computed again.
+    """
+    with _full_precision(model, "off"):
+        yield model
+
+
+@contextmanager
+def measured(
+    model: nn.Module, measure: Callable[[str, Tensor, Tensor], None]
+) -> Iterator[nn.Module]:
+    """`paused`, while `measure(site name, values, quantised values)` is called at every site."""
+    with _full_precision(model, "measure", measure):
+        yield model
+
+
+@contextmanager
+def _full_precision(model: nn.Module, mode: str, measure: Any = None) -> Iterator[None]:
+    record = quantization(model)
+    if record is None:
+        raise UserError("the model is not quantised; call quantize(model, scheme) first")
+    state = record.state
+    if state.mode != "quantize":
+        raise UserError("the model is in full precision already; leave the first paused block")
+    for weight in record.weights:
+        weight.swap()
+    state.mode, state.measure = mode, measure
+    try:
+        yield
+    finally:
+        if quantization(model) is record:  # else restored inside the block
+            state.mode, state.measure = "quantize", None
+            for weight in record.weights:
+                weight.swap()
+
+
+def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False) -> Tensor:
+    """A weight [out, in, ...] (or [in, out] when `transposed`) after rounding to the grid (Q1)."""
+    with torch.no_grad():
+        matrix = weight.detach().t() if transposed else weight.detach()
+        rounded = fake_quantize(
+            matrix, scheme.weight_bits, granularity=scheme.weight_granularity,
+            symmetric=scheme.symmetric, clip=scheme.clip,
+        )  # fmt: skip
+        return rounded.t().contiguous() if transposed else rounded
+
+
+def _quantize_weight(target: WeightTarget, scheme: Scheme) -> _Weight:
+    parameter = target.module.weight
+    if parameter.is_meta:
+        raise UserError(f"{target.name} is on the meta device; load or initialise the model first")
+    if not bool(torch.isfinite(parameter).all()):
+        raise UserError(
+            f"{target.name} holds NaN or infinity; train or load the model again before "
+            "quantising it"
+        )
+    try:
+        rounded = quantize_weight(parameter, scheme, transposed=target.transposed)
+    except UserError as error:
+        raise UserError(f"{target.name}: {error}") from None
+    return _Weight(
+        name=target.name, parameter=parameter, stored=rounded, layer=target.layer
+    )
+
+
+def _register_hooks(model: nn.Module, record: Quantization) -> None:
+    if not record.activations:
+        return
+    modules = dict(model.named_modules())
+    # Prepended, so that other hooks, whenever they were registered, see quantised tensors. For
+    # the same reason the model's own bookkeeping encloses everything else.
+    for quantizer in record.activations:
+        module = modules[quantizer.site.module]
+        if quantizer.site.direction == "input":
+            handle = module.register_forward_pre_hook(
+                quantizer.input_hook, prepend=True, with_kwargs=True
+            )
+        else:
+            handle = module.register_forward_hook(quantizer.output_hook, prepend=True)
+        record.handles.append(handle)
+    state = record.state
+    record.handles.append(model.register_forward_pre_hook(state.before_forward, prepend=True))
+    record.handles.append(model.register_forward_hook(state.after_forward))
+
+
+def _switch_to_eager(model: nn.Module) -> list[tuple[Any, str, str]]:
+    """Make every attention module compute its probabilities as a tensor; returns what to undo."""
+    switched = []
+    for module in model.modules():
+        if getattr(module, "attention_implementation", "eager") != "eager":
+            switched.append(
+                (module, "attention_implementation", module.attention_implementation)
+            )
+            module.attention_implementation = "eager"
+    return switched
+
+
+def _detach(record: Quantization) -> None:
+    for handle in record.handles:
+        handle.remove()
+    record.handles.clear()
+    for owner, attribute, value in record.eager:
+        setattr(owner, attribute, value)
+    record.eager.clear()

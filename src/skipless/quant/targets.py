@@ -1,0 +1,169 @@
+"""What a scheme touches in a model: weights, and sites of activations by scope (Q2).
+
+| scope  | activations                                                              |
+|--------|--------------------------------------------------------------------------|
+| linear | inputs of linear layers                                                  |
+| block  | also the output of every sublayer and the stream between blocks          |
+| all    | also queries, keys, values and attention probabilities                   |
+
+Weights are those of nn.Linear and transformers' Conv1D in every scope. The head and the
+embeddings stay in full precision unless `include_head`. A width given by name (-KV8, -P8) is
+applied in every scope, since it was asked for. Read by `quant.apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from skipless.errors import UserError, check_choice
+from skipless.quant.scheme import Scheme
+from skipless.sites import Site, find_sites, is_linear
+
+SCOPES = ("linear", "block", "all")
+ATTENTION_KINDS = ("query", "key", "value", "probabilities")
+_HEAD_NAMES = ("lm_head", "score", "classifier")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightTarget:
+    """One parameter to quantise."""
+
+    name: str
+    module: nn.Module
+    layer: int | None
+    transposed: bool
+    """Stored as in x out (Conv1D), so that output channels are columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationTarget:
+    """One site to quantise, and to how many bits."""
+
+    site: Site
+    bits: int
+
+
+def find_targets(
+    model: nn.Module,
+    scheme: Scheme,
+    scope: str,
+    *,
+    include_head: bool = False,
+    layers: Iterable[int | None] | None = None,
+) -> tuple[list[WeightTarget], list[ActivationTarget]]:
+    """Every weight and activation that `scheme` touches in `scope`; tied weights once.
+
+    `layers` keeps some layers only (None in it stands for what belongs to no layer). Raises
+    UserError when nothing matches, or the scope or a -KV/-P width names sites the model lacks.
+    """
+    check_choice("scope", scope, SCOPES)
+    sites = find_sites(model)
+    heads = set() if include_head else head_names(model)
+    layer_of = {site.module: site.layer for site in sites if site.kind == "linear_input"}
+    weights = _find_weights(model, layer_of, heads, include_head)
+    if not weights:
+        raise UserError(
+            f"{type(model).__name__} has no linear layer to quantise"
+            + (f" but its head ({', '.join(sorted(heads))}); pass include_head=True" if heads else
+               "; expected nn.Linear or transformers' Conv1D somewhere inside")
+        )  # fmt: skip
+    widths = _widths_by_kind(model, scheme, scope, {site.kind for site in sites})
+    activations = [
+        ActivationTarget(site=site, bits=widths[site.kind])
+        for site in sites
+        if site.kind in widths and not (site.kind == "linear_input" and site.module in heads)
+    ]
+    if layers is None:
+        return weights, activations
+    wanted = set(layers)
+    known = {target.layer for target in weights} | {target.site.layer for target in activations}
+    if missing := wanted - known:
+        numbers = sorted(layer for layer in known if layer is not None)
+        raise UserError(
+            f"layers {sorted(missing, key=str)} hold nothing to quantise; this model has "
+            f"{numbers[0]} to {numbers[-1]}" if numbers else
+            f"layers {sorted(missing, key=str)} hold nothing to quantise; this model has no blocks"
+        )  # fmt: skip
+    return (
+        [target for target in weights if target.layer in wanted],
+        [target for target in activations if target.site.layer in wanted],
+    )
+
+
+def head_names(model: nn.Module) -> set[str]:
+    """Dotted names of the linear layers that make logits.
+
+    The model's own answer (`get_output_embeddings`), linear layers that share their weight with
+    an embedding, and the root's children of the customary names lm_head, score and classifier.
+    """
+    ask = getattr(model, "get_output_embeddings", None)
+    own = ask() if callable(ask) else None
+    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {
+        name
+        for name, module in model.named_modules()
+        if is_linear(module)
+        and (module is own or id(module.weight) in embedded or name in _HEAD_NAMES)
+    }
+
+
+def _find_weights(
+    model: nn.Module, layer_of: dict[str, int | None], heads: set[str], include_head: bool
+) -> list[WeightTarget]:
+    seen: set[int] = set()
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            raise UserError(
+                f"{name or 'the model'} is nn.MultiheadAttention, whose products no hook reaches, "
+                "so that they would stay in full precision unseen; use an attention built of "
+                "nn.Linear layers"
+            )
+        wanted = is_linear(module) and name not in heads
+        if not wanted and not (include_head and isinstance(module, nn.Embedding)):
+            continue
+        if id(module.weight) in seen:
+            continue
+        seen.add(id(module.weight))
+        found.append(
+            WeightTarget(
+                name=f"{name}.weight" if name else "weight",
+                module=module,
+                layer=layer_of.get(name),
+                transposed=type(module).__name__ == "Conv1D",
+            )
+        )
+    return found
+
+
+def _widths_by_kind(
+    model: nn.Module, scheme: Scheme, scope: str, present: set[str]
+) -> dict[str, int]:
+    """{site kind: bits} after checking that the model has what was asked for."""
+    model_name = type(model).__name__
+    widths: dict[str, int | None] = {"linear_input": scheme.activation_bits}
+    if scope in ("block", "all"):
+        if not present & {"sublayer_output", "stream"}:
+            raise UserError(
+                f"{model_name} has no sublayer output and no stream, which scope {scope!r} "
+                "quantises; use scope 'linear'"
+            )
+        widths |= dict.fromkeys(("sublayer_output", "stream"), scheme.activation_bits)
+    if scope == "all":
+        widths |= dict.fromkeys(ATTENTION_KINDS, scheme.activation_bits)
+    if scheme.kv_bits is not None:
+        widths |= {"key": scheme.kv_bits, "value": scheme.kv_bits}
+    if scheme.probability_bits is not None:
+        widths["probabilities"] = scheme.probability_bits
+    asked = {kind: bits for kind, bits in widths.items() if bits is not None}
+    missing = [kind for kind in ATTENTION_KINDS if kind in asked and kind not in present]
+    if missing:
+        raise UserError(
+            f"{model_name} shows no {', '.join(missing)} to quantise, which "
+            f"{str(scheme)!r} in scope {scope!r} asks for; use scope 'linear' or 'block' without "
+            "-KV and -P, or a skipless model"
+        )
+    return asked
