@@ -1,0 +1,366 @@
+"""`Probe`: statistics of every site of any nn.Module while it runs, in one pass.
+
+    with Probe(model) as probe:
+        for batch in batches:
+            model(batch)
+    probe.table(); probe.geometry(); probe.attention()
+
+Hooks feed accumulators of constant size: moments (S1, S2) at the sites, geometry of the joins (S7,
+S8), attention (S10), optionally gradients. Each tensor is measured once, though several sites may
+see it (a norm's output is the input of three projections). Batches, probes and processes merge.
+Read by `skipless.train`, the CLI and `skipless.diagnose`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError, check_choice
+from skipless.probes.attention import AttentionStatistics, eager_attention, find_probabilities
+from skipless.probes.geometry import JoinGeometry
+from skipless.probes.joins import watch_joins
+from skipless.probes.moments import Moments, batch_moments
+from skipless.probes.spectrum import Sketch
+from skipless.sites import Site, find_sites, first_tensor, select_sites
+
+STATS = ("moments", "geometry", "attention", "gradients")
+DEFAULT_STATS = ("moments", "geometry", "attention")
+DEFAULT_KINDS = (
+    "embedding", "norm_output", "sublayer_input", "sublayer_output", "activation_output", "stream",
+)  # fmt: skip
+
+Key = tuple[str, int | None, str | None]
+
+
+class Probe:
+    """Measure `model` inside a `with` block.
+
+    `sites`: None (sublayer inputs and outputs, norm and activation outputs, embedding, stream; all
+    sites of a model without blocks), or kinds, names, patterns or Site objects as in
+    `select_sites`. `stats`: some of "moments", "geometry", "attention", "gradients" (norm of the
+    loss's gradient at each site, when a backward pass runs inside the block); None takes the first
+    three as far as the model has them, while naming one that it lacks is an error. `mask` [B, T],
+    True at real tokens, is read from the model's `attention_mask` argument unless set here or
+    later as an attribute. Attention is sampled on the first `attention_batches` forward passes,
+    which then run on the eager path.
+
+    Statistics are float64 and survive the block. Values that are NaN or infinite are counted
+    (`nonfinite` in the table, and `probe.nonfinite()`), never averaged in. Raises UserError if
+    nothing was measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: str | Site | Sequence[str | Site] | None = None,
+        stats: Sequence[str] | None = None,
+        *,
+        mask: Tensor | None = None,
+        attention_batches: int = 1,
+    ):
+        wanted = DEFAULT_STATS if stats is None else stats
+        self.stats = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+        for stat in self.stats:
+            check_choice("probe statistic", stat, STATS)
+        if not self.stats:
+            raise UserError(f"stats is empty; choose from {', '.join(STATS)}")
+        self.model = model
+        self.all_sites = find_sites(model) if sites is None or len(self.stats) > 1 else []
+        self.sites = self._default_sites() if sites is None else select_sites(model, sites)
+        self.explicit = stats is not None
+        if self.explicit and "geometry" in self.stats:
+            find_sites(model, "stream")  # an error names what is missing
+        self.mask, self.attention_batches = mask, attention_batches
+        self.num_passes = 0
+        self.moments = {site.name: Moments() for site in self.sites}
+        self.gradients = {site.name: [0.0, 0] for site in self.sites}
+        self.joins: dict[Key, JoinGeometry] = {}
+        self.heads: dict[Key, AttentionStatistics] = {}
+        self._seen: dict[int, tuple[weakref.ref, int, dict[str, Any]]] = {}
+        self._handles: list[Any] = []
+        self._mask: Tensor | None = None
+        self._eager: contextlib.ExitStack | None = None
+
+    def _default_sites(self) -> list[Site]:
+        if any(site.kind == "stream" for site in self.all_sites):
+            return [site for site in self.all_sites if site.kind in DEFAULT_KINDS]
+        return self.all_sites
+
+    # --- collecting -----------------------------------------------------------------------------
+
+    def __enter__(self) -> Probe:
+        if self._handles:
+            raise UserError("this probe is already active; leave its `with` block first")
+        add = self._handles.append
+        add(self.model.register_forward_pre_hook(self._start, with_kwargs=True))
+        modules = dict(self.model.named_modules())
+        if {"moments", "gradients"} & set(self.stats):
+            for site in self.sites:
+                module = modules[site.module]
+                if site.direction == "input":
+                    hook = self._input_hook(site)
+                    add(module.register_forward_pre_hook(hook, with_kwargs=True))
+                else:
+                    add(module.register_forward_hook(self._output_hook(site)))
+        if "geometry" in self.stats:
+            self._handles += watch_joins(self.model, self.all_sites, self._join)
+        if "attention" in self.stats:
+            self._watch_attention(modules)
+        add(self.model.register_forward_hook(self._finish, always_call=True))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._leave_eager()
+        self._seen.clear()
+
+    def _start(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._seen.clear()
+        self._mask = self.mask if self.mask is not None else self._find_mask(args, kwargs)
+        if "attention" in self.stats and self.num_passes < self.attention_batches:
+            self._leave_eager()
+            self._eager = contextlib.ExitStack()
+            self._eager.enter_context(eager_attention(self.model))
+        self.num_passes += 1
+
+    def _finish(self, *_: Any) -> None:
+        self._leave_eager()
+        self._seen.clear()
+        self._mask = None
+
+    def _leave_eager(self) -> None:
+        if self._eager is not None:
+            stack, self._eager = self._eager, None
+            stack.close()
+
+    def _find_mask(self, args: tuple, kwargs: dict) -> Tensor | None:
+        mask = kwargs.get("attention_mask")
+        if mask is None and len(args) > 1:
+            with contextlib.suppress(TypeError, ValueError):
+                bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
+                mask = bound.arguments.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or bool((mask != 0).all()):
+            return None
+        return mask != 0
+
+    def _mask_for(self, x: Tensor) -> Tensor | None:
+        """The padding mask of a tensor [B, T, ...], [B, H, T, K] or [B*T, D], or None."""
+        mask = self._mask
+        if mask is None or x.dim() < 2:
+            return None
+        batch, length = mask.shape
+        if x.shape[0] == batch and x.dim() > 2:
+            if x.dim() == 4 and x.shape[2] <= length and x.shape[1] != length:
+                return mask[:, None, length - x.shape[2] :].expand(x.shape[:-1])
+            if x.shape[1] <= length:
+                # Cached decoding feeds the last tokens only.
+                recent = mask[:, length - x.shape[1] :]
+                return recent.reshape(*recent.shape, *[1] * (x.dim() - 3)).expand(x.shape[:-1])
+        if x.dim() == 2 and x.shape[0] == batch * length:
+            return mask.reshape(-1)
+        return None
+
+    def _remember(self, x: Tensor, what: str, compute: Callable[[], Any]) -> Any:
+        """Compute once for each tensor, told by identity and version (in-place changes)."""
+        if x.is_inference():  # has no version, so a change would go unnoticed
+            return compute()
+        entry = self._seen.get(id(x))
+        if entry is None or entry[0]() is not x or entry[1] != x._version:
+            entry = self._seen[id(x)] = (weakref.ref(x), x._version, {})
+        results = entry[2]
+        if what not in results:
+            with torch.no_grad():
+                results[what] = compute()
+        return results[what]
+
+    def _measure(self, site: Site, x: Tensor | None) -> None:
+        # Activation checkpointing runs the forward pass again inside the backward one.
+        if x is None or not x.is_floating_point() or _in_backward():
+            return
+        if "moments" in self.stats:
+            batch = self._remember(x, "moments", lambda: batch_moments(x, self._mask_for(x)))
+            try:
+                self.moments[site.name].merge(batch)
+            except UserError as error:
+                raise UserError(f"site {site.name}: {error}") from None
+        if "gradients" in self.stats and x.requires_grad:
+            total = self.gradients[site.name]
+
+            def keep(gradient: Tensor) -> None:
+                total[0] += float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
+                total[1] += 1
+
+            x.register_hook(keep)
+
+    def _input_hook(self, site: Site) -> Callable[..., None]:
+        return lambda _, args, kwargs: self._measure(site, first_tensor([args, kwargs]))
+
+    def _output_hook(self, site: Site) -> Callable[..., None]:
+        return lambda _, __, result: self._measure(site, first_tensor(result))
+
+    def _join(self, key: Key, x: Tensor, f: Tensor, y: Tensor) -> None:
+        if _in_backward():
+            return
+        join = self.joins.setdefault(key, JoinGeometry())
+        with torch.no_grad():
+            join.update(x, f, y, mask=self._mask_for(x), remember=self._remember)
+
+    def _watch_attention(self, modules: dict[str, nn.Module]) -> None:
+        layers = {site.module: site for site in self.all_sites}
+        own = [site for site in self.all_sites if site.kind == "probabilities"]
+        if own:
+            watched = [site.module for site in own]
+        else:
+            watched = [n for n, m in modules.items() if "attention" in type(m).__name__.lower()]
+        for name in watched:
+            site = layers.get(name)
+            number = next((int(p) for p in name.split(".") if p.isdigit()), None)
+            key = (name, site.layer if site else number, "attention")
+            self._handles.append(modules[name].register_forward_hook(self._attention_hook(key)))
+
+    def _attention_hook(self, key: Key) -> Callable[..., None]:
+        def hook(_: nn.Module, __: tuple, result: Any) -> None:
+            if self._eager is None or _in_backward():
+                return
+            p = find_probabilities(result)
+            if p is None or "attention" in self._seen.get(id(p), (0, 0, {}))[2]:
+                return  # a wrapper that hands on what its inner module returned
+            self._remember(p, "attention", lambda: True)
+            with torch.no_grad():
+                self.heads.setdefault(key, AttentionStatistics()).update(p, self._mask)
+
+        return hook
+
+    # --- merging --------------------------------------------------------------------------------
+
+    def merge(self, other: Probe | dict[str, Any]) -> Probe:
+        """Add what another probe of the same sites (or its `state_dict`) has seen. Returns self."""
+        state = other.state_dict() if isinstance(other, Probe) else other
+        if list(state["moments"]) != list(self.moments):
+            raise UserError(
+                f"probes of {len(state['moments'])} and {len(self.moments)} different sites "
+                "cannot be merged; give both the same `sites`"
+            )
+        for name, part in state["moments"].items():
+            self.moments[name].merge(Moments.from_state_dict(part))
+        for name, (square, number) in state["gradients"].items():
+            self.gradients[name][0] += square
+            self.gradients[name][1] += number
+        for key, part in state["joins"]:
+            join = JoinGeometry.from_state_dict(part)
+            self.joins.setdefault(tuple(key), JoinGeometry()).merge(join)
+        for key, part in state["heads"]:
+            heads = AttentionStatistics.from_state_dict(part)
+            self.heads.setdefault(tuple(key), AttentionStatistics()).merge(heads)
+        self.num_passes += state["num_passes"]
+        return self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything measured, as CPU tensors and numbers; `torch.save` it or send it."""
+        return {
+            "moments": {name: m.state_dict() for name, m in self.moments.items()},
+            "gradients": {name: list(total) for name, total in self.gradients.items()},
+            "joins": [(key, join.state_dict()) for key, join in self.joins.items()],
+            "heads": [(key, heads.state_dict()) for key, heads in self.heads.items()],
+            "num_passes": self.num_passes,
+        }
+
+    def all_reduce(self, group: Any = None) -> Probe:
+        """Merge over the processes of torch.distributed, in rank order; no-op on a single one."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+            return self
+        states: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(states, self.state_dict(), group=group)
+        self.moments = {name: Moments() for name in self.moments}
+        self.gradients = {name: [0.0, 0] for name in self.gradients}
+        self.joins, self.heads, self.num_passes = {}, {}, 0
+        for state in states:
+            self.merge(state)
+        return self
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row a site: site, kind, layer, sublayer, then `Moments.summary`.
+
+        A site whose module was never called has count 0 and None for every number. With
+        "gradients", `gradient_norm` is the root mean square over batches of the gradient's norm.
+        """
+        self._check_measured()
+        rows = []
+        for site in self.sites:
+            row: dict[str, Any] = {"site": site.name, "kind": site.kind, "layer": site.layer}
+            row["sublayer"] = site.sublayer
+            if "moments" in self.stats:
+                row |= self.moments[site.name].summary()
+            if "gradients" in self.stats:
+                square, number = self.gradients[site.name]
+                row["gradient_norm"] = (square / number) ** 0.5 if number else None
+            rows.append(row)
+        return rows
+
+    def geometry(self) -> list[dict[str, Any]]:
+        """One row a join, in order of depth: module, layer, sublayer, `JoinGeometry.summary`."""
+        self._check("geometry", self.joins, "joins: its stream sites saw no (stream, branch) pair")
+        known: list[tuple[Sketch, tuple]] = []
+
+        def decompose(sketch: Sketch) -> tuple:
+            # Without skips F, y and the next x are one tensor: one decomposition serves three.
+            for other, result in known[-4:]:
+                same = sketch.count == other.count and sketch.energy == other.energy
+                if same and torch.equal(sketch.total, other.total):
+                    return result
+            known.append((sketch, sketch.decompose()))
+            return known[-1][1]
+
+        return [_labelled(key) | join.summary(decompose) for key, join in self.joins.items()]
+
+    def attention(self) -> list[dict[str, Any]]:
+        """One row an attention layer: module, layer, sublayer, `AttentionStatistics.summary`."""
+        self._check("attention", self.heads, "attention probabilities on an eager path")
+        return [_labelled(key) | heads.summary() for key, heads in self.heads.items()]
+
+    def nonfinite(self) -> dict[str, int]:
+        """{site: number of NaN or infinite values}, only sites that had some, in model order."""
+        return {name: m.nonfinite for name, m in self.moments.items() if m.nonfinite}
+
+    def _check_measured(self) -> None:
+        measured = any(m.count or m.nonfinite for m in self.moments.values())
+        graded = any(number for _, number in self.gradients.values())
+        needs = {"moments": measured, "gradients": graded}
+        missing = [stat for stat in self.stats if stat in needs and not needs[stat]]
+        if missing or not set(self.stats) & set(needs):
+            what = missing[0] if missing else "moments"
+            raise UserError(
+                f"the probe has no {what} of {type(self.model).__name__} after {self.num_passes} "
+                f"forward passes; ask for it in `stats` and run the model"
+                f"{' and backward()' if what == 'gradients' else ''} inside `with Probe(...)`"
+            )
+
+    def _check(self, stat: str, found: dict, what: str) -> None:
+        if stat not in self.stats:
+            raise UserError(f"{stat} was not asked for; add it to the probe's stats")
+        if not found and (self.explicit or not self.num_passes):
+            raise UserError(
+                f"{type(self.model).__name__} showed no {what} in {self.num_passes} forward "
+                f"passes; run it inside `with Probe(...)`, or leave {stat!r} out of the stats"
+            )
+
+
+def _labelled(key: Key) -> dict[str, Any]:
+    return {"module": key[0], "layer": key[1], "sublayer": key[2]}
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
