@@ -1,5 +1,6 @@
-"""One build of a prepared folder: choose the held-out documents, train the tokenizer, write both
-shards. `skipless.data.preparing` calls it inside a temporary folder that is renamed when it is done.
+"""One build of a prepared folder: choose the held-out documents, train the tokenizer, write shards.
+
+`skipless.data.preparing` calls it inside a temporary folder that is renamed when it is done.
 
 Documents are iterated three times (choose, tokenizer, shards) instead of being kept, so the text
 may be larger than memory.
@@ -48,7 +49,7 @@ class Builder:
         self.notes: list[str] = []
         self.num_characters = 0
 
-    def build(self, identity: dict) -> None:
+    def build(self, identity: dict, fallback_reason: str | None) -> None:
         self._choose()
         tokenizer, path = self._tokenizer(), self.folder / "tokenizer.json"
         counts = {}
@@ -69,6 +70,7 @@ class Builder:
             "fingerprints": identity["sources"],
             "config": dataclasses.asdict(self.config),
             "notes": self.notes,
+            "fallback_reason": fallback_reason,
             "num_documents": {split: c["num_documents"] for split, c in counts.items()},
             "num_characters": self.num_characters,
         }

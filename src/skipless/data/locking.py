@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,13 @@ def locked(path: str | Path, *, what: str, timeout: float = 3600.0) -> Iterator[
                 )
             time.sleep(0.2)
         yield
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left beside `folder` under temporary names (see
+    `rundir.atomic_path`). Only for the holder of that folder's lock."""
+    for old in folder.parent.glob(f".{folder.name}.*.tmp"):
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _try(file) -> bool:

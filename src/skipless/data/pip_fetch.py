@@ -49,6 +49,11 @@ def download(session, url, path):
     with open(part, "ab" if response.status_code == 206 else "wb") as file:
         for block in response.raw.stream(1 << 16, decode_content=False):
             file.write(block)
+    whole = response.headers.get("Content-Length")
+    start = have if response.status_code == 206 else 0
+    if whole is not None and os.path.getsize(part) != start + int(whole):
+        got = os.path.getsize(part) - start
+        raise OSError(f"the connection broke off after {got:,} of {int(whole):,} bytes")
     os.replace(part, path)
 
 

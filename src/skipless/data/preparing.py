@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,10 @@ from skipless import log
 from skipless.config import DataConfig
 from skipless.data import fetching, hub
 from skipless.data.build import Builder, Corpus
-from skipless.data.documents import fingerprint, read_path
-from skipless.data.locking import locked
-from skipless.data.shards import Shard
 from skipless.data.catalog import SOURCES
+from skipless.data.documents import fingerprint, read_path
+from skipless.data.locking import locked, remove_leftovers
+from skipless.data.shards import Shard
 from skipless.data.tokenizer import load_tokenizer, tokenizer_hash
 from skipless.errors import UserError, suggestion
 from skipless.rundir import atomic_path
@@ -54,6 +55,41 @@ class PreparedData:
     """Why other sources than asked for were used; None in the normal case."""
     num_documents: dict[str, int]
     """By split."""
+
+    @classmethod
+    def open(cls, directory: str | Path) -> PreparedData:
+        """Open a folder that `prepare` made (a run notes its own, so that later evaluation sees the
+        same text even if other sources are in reach by then).
+
+        Raises UserError if something in it is missing or damaged.
+        """
+        directory = Path(directory)
+        try:
+            record = json.loads((directory / "prepared.json").read_text())
+            sources, notes = tuple(record["sources"]), tuple(record["notes"])
+            num_documents, reason = dict(record["num_documents"]), record["fallback_reason"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{directory / 'prepared.json'} is missing or broken ({error}); delete the folder "
+                f"{directory} and run the same command again to rebuild it"
+            ) from None
+        shards = {name: Shard.open(directory / name) for name in ("train", "held_out")}
+        tokenizer_path = directory / "tokenizer.json"
+        for shard in shards.values():
+            if shard.path.stat().st_size <= _VERIFY_BYTES:
+                shard.verify()
+            if not tokenizer_path.is_file() or (
+                tokenizer_hash(tokenizer_path) != shard.header.tokenizer_sha256
+            ):
+                raise UserError(
+                    f"{tokenizer_path} is not the tokenizer that made {shard.path.name}; delete "
+                    f"the folder {directory} and run the same command again to rebuild it"
+                )
+        return cls(
+            directory=directory, train=shards["train"], held_out=shards["held_out"],
+            tokenizer_path=tokenizer_path, sources=sources, notes=notes,
+            fallback_reason=reason, num_documents=num_documents,
+        )  # fmt: skip
 
     @property
     def bytes_per_token(self) -> float:
@@ -122,17 +158,20 @@ def prepare(
         "vocab_size": vocab_size,
         "held_out_fraction": config.held_out_fraction,
         "seed": config.seed,
+        "asked_for": config.sources if reason else None,
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-    names = "-".join(Path(corpus.name).stem.replace(":", "_") for corpus in corpora)
+    names = re.sub(r"[^\w-]+", "_", "-".join(Path(corpus.name).stem for corpus in corpora))
     directory = root / "prepared" / f"{names[:60]}-{key}"
     with locked(root / "locks" / f"prepared-{key}.lock", what=f"preparing {directory.name}"):
         if not directory.exists():
+            remove_leftovers(directory)
             with atomic_path(directory) as temporary:
                 temporary.mkdir()
                 show = progress or log.progress
-                Builder(config, vocab_size, corpora, temporary, tokenizer, show).build(identity)
-    return _open(directory, reason)
+                builder = Builder(config, vocab_size, corpora, temporary, tokenizer, show)
+                builder.build(identity, reason)
+    return PreparedData.open(directory)
 
 
 def _resolve_all(config: DataConfig, root: Path) -> tuple[list[Corpus], str | None]:
@@ -156,32 +195,3 @@ def _resolve_all(config: DataConfig, root: Path) -> tuple[list[Corpus], str | No
     reason = f"using {used} instead of {', '.join(config.sources)}: {'; '.join(failures)}"
     log.say(f"WARNING: default texts are out of reach; {reason}")
     return corpora, reason
-
-
-def _open(directory: Path, reason: str | None) -> PreparedData:
-    try:
-        record = json.loads((directory / "prepared.json").read_text())
-        sources, notes = tuple(record["sources"]), tuple(record["notes"])
-        num_documents = dict(record["num_documents"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{directory / 'prepared.json'} is missing or broken ({error}); delete the folder "
-            f"{directory} and run the same command again to rebuild it"
-        ) from None
-    shards = {name: Shard.open(directory / name) for name in ("train", "held_out")}
-    tokenizer_path = directory / "tokenizer.json"
-    for shard in shards.values():
-        if shard.path.stat().st_size <= _VERIFY_BYTES:
-            shard.verify()
-        if not tokenizer_path.is_file() or (
-            tokenizer_hash(tokenizer_path) != shard.header.tokenizer_sha256
-        ):
-            raise UserError(
-                f"{tokenizer_path} is not the tokenizer that made {shard.path.name}; delete the "
-                f"folder {directory} and run the same command again to rebuild it"
-            )
-    return PreparedData(
-        directory=directory, train=shards["train"], held_out=shards["held_out"],
-        tokenizer_path=tokenizer_path, sources=sources, notes=notes,
-        fallback_reason=reason, num_documents=num_documents,
-    )  # fmt: skip

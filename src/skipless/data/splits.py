@@ -56,7 +56,7 @@ def cut(text: str, fraction: float) -> int:
     for mark in ("\n\n", "\n", " "):
         before = text.rfind(mark, low, wanted)
         after = text.find(mark, wanted, high)
-        places = [p + len(mark) for p in (before, after) if p >= 0]
+        places = [p + len(mark) for p in (before, after) if 0 <= p < len(text) - len(mark)]
         if places:
             return min(places, key=lambda p: abs(p - wanted))
     return min(max(wanted, 1), max(len(text) - 1, 1))
