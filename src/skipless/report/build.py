@@ -1,0 +1,54 @@
+"""Run directories in, one report out: HTML, JSON and PNG files, each written atomically.
+
+Reads files only and never a model, so a report can be made on another machine than the runs, while
+they still train, or from parts. Start here to follow a report through the room:
+load -> tables -> verdict, plots -> html.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from skipless.report.html import machine, page
+from skipless.report.load import load_runs
+from skipless.report.plots import draw_all
+from skipless.report.tables import compare
+from skipless.report.verdict import verdict
+from skipless.rundir import to_strict_json, write_atomic
+
+TITLE = "Transformers with and without skip connections"
+
+
+def build_report(
+    run_dirs: Sequence[str | Path], out_html: str | Path, *, title: str = TITLE
+) -> Path:
+    """Compare run directories in one self-contained HTML file and return its path.
+
+    Beside `report.html` go `report.json` (every number of the tables) and `report-NAME.png`, one a
+    figure; the HTML is written last. Runs that differ in nothing but the seed become one row.
+    Missing parts of a run are named in the report. Raises UserError for what is no run directory,
+    and when the disk refuses.
+    """
+    runs = load_runs(run_dirs)
+    out = Path(out_html)
+    comparison = compare(runs)
+    statements = verdict(comparison)
+    figures, without = draw_all(comparison)
+    command = shlex.join(["skipless", "report", *(str(r.path) for r in runs), "--out", str(out)])
+    numbers = {
+        "title": title,
+        "verdict": [asdict(s) for s in statements],
+        **comparison.to_dict(),
+        "figures": [f.name for f in figures],
+        "figures_without_numbers": without,
+        "machines": {str(run.path): machine(run) for run in runs},
+        "command": command,
+    }
+    for figure in figures:
+        write_atomic(out.with_name(f"{out.stem}-{figure.name}.png"), figure.png)
+    write_atomic(out.with_suffix(".json"), to_strict_json(numbers, indent=1) + "\n")
+    text = page(comparison, statements, figures, without, title=title, command=command)
+    return write_atomic(out, text)

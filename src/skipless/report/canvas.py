@@ -1,0 +1,214 @@
+"""The frame around every figure: colours, canvas, legend, and SVG that fits into a page.
+
+Figures are drawn without pyplot and its global state. Each is drawn twice, as PNG in light colours
+on white, and as SVG in stand-in colours that become CSS variables (style.py), so that the page's
+figures follow light and dark mode. Read by plots.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from skipless.report.load import RunData
+from skipless.report.measures import Curve
+from skipless.report.style import INK, Look, looks, stand_ins
+from skipless.report.tables import Comparison, Row
+
+WIDTH, HEIGHT = 9.4, 3.7  # inches of a figure with two panels
+ALPHA_SEEDS = 0.55  # further seeds of a row are drawn thinner
+
+
+class Pen:
+    """Draws rows on axes in their colours; remembers which rows appeared, and that anything did."""
+
+    def __init__(self, comparison: Comparison, colours: dict[str, str]) -> None:
+        self.comparison = comparison
+        self.colours = colours  # CSS variable -> colour to draw with
+        self.looks = looks(comparison.rows)
+        self.drawn: dict[str, Look] = {}
+
+    def color(self, look: Look) -> str:
+        return self.colours[look.variable]
+
+    def curves(
+        self,
+        axes: Any,
+        of: Callable[[RunData], Curve],
+        *,
+        markers: bool = True,
+        alpha: float = 1.0,
+        width: float = 1.7,
+    ) -> None:
+        """One line a run; seeds of a row share its colour."""
+        for row in self.comparison.rows:
+            for index, run in enumerate(row.runs):
+                xs, ys = of(run)
+                if not any(map(math.isfinite, ys)):
+                    continue
+                first = index == 0
+                self.line(
+                    axes,
+                    row,
+                    xs,
+                    ys,
+                    markers=markers,
+                    width=width if first else width / 2,
+                    alpha=alpha if first else alpha * ALPHA_SEEDS,
+                )
+
+    def line(
+        self,
+        axes: Any,
+        row: Row,
+        xs: list[float],
+        ys: list[float],
+        *,
+        markers: bool = True,
+        alpha: float = 1.0,
+        width: float = 1.7,
+    ) -> None:
+        """One line of one row; not-finite values are gaps."""
+        look = self.looks[row.label]
+        self.drawn[row.label] = look
+        axes.plot(
+            xs,
+            ys,
+            color=self.color(look),
+            linestyle=look.line,
+            linewidth=width,
+            alpha=alpha,
+            marker=look.marker if markers else None,
+            markersize=4.2,
+            markeredgewidth=0,
+            solid_capstyle="round",
+        )
+
+
+def render(
+    comparison: Comparison,
+    draw: Callable[[Pen, Any], None],
+    num_panels: int,
+    *,
+    name: str,
+    title: str,
+) -> tuple[str, bytes] | None:
+    """(SVG text for a page, PNG bytes) of what `draw(pen, axes)` draws; None if it drew nothing."""
+    light = {f"--{ink}": both[0] for ink, both in INK.items()}
+    light |= {look.variable: look.light for look in looks(comparison.rows).values()}
+    png = _draw(comparison, draw, num_panels, light, "png")
+    if png is None:
+        return None
+    colours = stand_ins(comparison.rows)
+    svg = _draw(comparison, draw, num_panels, colours, "svg")
+    return _inline(svg.decode(), name, title, colours), png
+
+
+def _draw(
+    comparison: Comparison,
+    draw: Callable[[Pen, Any], None],
+    panels: int,
+    colours: dict[str, str],
+    form: str,
+) -> bytes | None:
+    """Draw on a fresh canvas, without pyplot and its global state. None: nothing to show."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    ink, grid = colours["--ink"], colours["--grid"]
+    settings = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "axes.titlesize": 9.5,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.titlecolor": ink,
+        "axes.edgecolor": grid,
+        "xtick.color": grid,
+        "ytick.color": grid,
+        "xtick.labelcolor": ink,
+        "ytick.labelcolor": ink,
+        "axes.grid": True,
+        "grid.color": grid,
+        "grid.linewidth": 0.7,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlelocation": "left",
+        "svg.fonttype": "path",
+        "svg.hashsalt": "skipless",
+        "path.simplify": True,
+    }
+    with matplotlib.rc_context(settings):
+        canvas = Canvas(figsize=(WIDTH, HEIGHT), layout="constrained")
+        FigureCanvasAgg(canvas)
+        axes = canvas.subplots(1, panels, squeeze=False)[0]
+        pen = Pen(comparison, colours)
+        draw(pen, axes)
+        if not pen.drawn:
+            return None
+        for panel in axes:
+            if not panel.lines:
+                panel.set_visible(False)
+            elif "layer" in panel.get_xlabel():
+                panel.xaxis.get_major_locator().set_params(integer=True)
+        _legend(canvas, pen)
+        buffer = io.BytesIO()
+        options = {"dpi": 160, "facecolor": "white"} if form == "png" else {"transparent": True}
+        canvas.savefig(buffer, format=form, **options)
+        return buffer.getvalue()
+
+
+def _legend(canvas: Any, pen: Pen) -> None:
+    from matplotlib.lines import Line2D
+
+    order = [row.label for row in pen.comparison.rows if row.label in pen.drawn]
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=pen.color(look),
+            linestyle=look.line,
+            marker=look.marker,
+            markersize=4.2,
+            markeredgewidth=0,
+            linewidth=1.7,
+        )
+        for look in map(pen.drawn.__getitem__, order)
+    ]
+    labels = [
+        (label if len(label) <= 44 else label[:43] + "…").replace("$", r"\$") for label in order
+    ]
+    columns = min(len(order), 4 if max(map(len, labels)) <= 30 else 3)
+    rows = -(-len(order) // columns)
+    canvas.set_size_inches(WIDTH, HEIGHT + 0.19 * rows)
+    canvas.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=3.4,
+        columnspacing=1.8,
+    )
+
+
+def _inline(svg: str, name: str, title: str, colours: dict[str, str]) -> str:
+    """Make an SVG fit to stand in a page: no header, own ids, CSS variables, a name to read out."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = svg.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    for variable, colour in colours.items():
+        svg = svg.replace(colour, f"var({variable})")
+    head = f'<svg role="img" aria-label="{title}" '
+    svg = re.sub(r'<svg width="[^"]*" height="[^"]*" ', head, svg, count=1)
+    svg = re.sub(r'<svg height="[^"]*" ', head, svg, count=1)
+    return re.sub(r"\n\s*", "\n", svg)

@@ -1,0 +1,89 @@
+"""What the probes say about the inside: attention by depth, gradients by layer, gains over time.
+
+Separate from `measures` because these read the rows of probes.jsonl other than its sites (S10, C7).
+Read by plots.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from skipless.report.load import RunData, number
+from skipless.report.measures import Curve, final_probe, mean, rows
+
+# The same quantity under the names it may have; the first that a row holds is taken.
+ATTENTION_KEYS = {
+    "entropy": ("normalized_entropy", "entropy_normalized", "relative_entropy"),
+    "first_token": ("first_token_mass", "first_token", "sink"),
+}
+
+
+def attention_by_depth(run: RunData, quantity: str) -> Curve:
+    """(layers, "entropy" in [0, 1] or "first_token" mass), mean over the rows of a layer."""
+    per_layer: dict[int, list[float]] = defaultdict(list)
+    for row in rows(final_probe(run), "attention"):
+        key = next((k for k in ATTENTION_KEYS[quantity] if k in row), None)
+        value = number(row, key) if key else None
+        if value is not None and isinstance(row.get("layer"), int):
+            per_layer[row["layer"]].append(value)
+    layers = sorted(per_layer)
+    return [float(x) for x in layers], [sum(per_layer[x]) / len(per_layer[x]) for x in layers]
+
+
+def gradients_by_depth(run: RunData, which: int) -> Curve:
+    """(layers, gradient norm) of measurement `which` (0 first, -1 last) that has norms.
+
+    Keys are layer numbers or names that hold one ("layers.3"); others, such as the embedding, are
+    left out.
+    """
+    found = [
+        p["gradient_norms"]
+        for p in run.probes
+        if isinstance(p.get("gradient_norms"), dict) and p["gradient_norms"]
+    ]
+    if not found:
+        return [], []
+    norms = found[which]
+    points = [
+        (layer, v)
+        for key in norms
+        if (layer := _layer(key)) is not None and (v := number(norms, key)) is not None
+    ]
+    points.sort()
+    return [float(x) for x, _ in points], [y for _, y in points]
+
+
+def over_time(run: RunData, of: Callable[[dict[str, Any]], float | None]) -> Curve:
+    """(tokens, one number of every line of probes.jsonl)."""
+    per_step = run.config.train.batch_size * run.config.train.sequence_length
+    found = [
+        (step * per_step, value)
+        for probe in run.probes
+        if isinstance(step := probe.get("step"), int) and (value := of(probe)) is not None
+    ]
+    return [float(x) for x, _ in found], [y for _, y in found]
+
+
+def gains_over_time(run: RunData, gain: str) -> Curve:
+    """(tokens, mean over all joins and channels) of the gain called `gain` ("a" or "b")."""
+
+    def value(probe: dict[str, Any]) -> float | None:
+        gains = probe.get("gains")
+        gains = gains if isinstance(gains, dict) else {}
+        return mean(_flat_mean(v) for k, v in gains.items() if k.split(".")[-1] == gain)
+
+    return over_time(run, value)
+
+
+def _layer(key: str) -> int | None:
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", str(key))
+    return int(found.group(1)) if found else None
+
+
+def _flat_mean(value: Any) -> float | None:
+    if isinstance(value, list):
+        return mean(_flat_mean(v) for v in value)
+    return number({"v": value}, "v")

@@ -1,0 +1,302 @@
+"""The numbers of the report: one `Row` per configuration (seeds averaged), one `Pair` per
+comparison of a residual-free row with its residual twin. Everything printed or judged comes from
+here, and the same objects become report.json. Tags S1, S3, S9. Read by verdict, html and text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipless.jsonable import leaves
+from skipless.report import measures
+from skipless.report.load import RESIDUAL, RESIDUAL_FREE, RunData, number
+
+# Settings that two rows must share for their losses to be comparable, and their names in prose.
+SHARED = {
+    "data": (
+        "data.sources",
+        "data.tokenizer",
+        "data.held_out_fraction",
+        "data.seed",
+        "model.vocab_size",
+    ),
+    "shape": (
+        "model.hidden_size",
+        "model.num_hidden_layers",
+        "model.num_attention_heads",
+        "model.intermediate_size",
+        "model.hidden_act",
+    ),
+    "batches": ("train.batch_size", "train.sequence_length", "train.schedule"),
+}
+# Settings that do not make another row: names, bookkeeping, and the seed, which is averaged over.
+NOT_A_ROW = (
+    "name",
+    "label",
+    "note",
+    "train.seed",
+    "train.device",
+    "train.num_threads",
+    "train.mirrors",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One configuration; numbers are means over its seeds. None: not measured; NaN: not finite."""
+
+    label: str
+    optimizer: str
+    family: str
+    connection: str
+    learning_rate: float
+    tokens: int
+    num_seeds: int
+    loss: float | None
+    """Held-out cross-entropy at full precision, nats a token."""
+    standard_error: float | None
+    error_over: str
+    """"seeds" (spread between seeds) or "tokens" (sampling of the held-out text only)."""
+    perplexity: float | None
+    bits_per_byte: float | None
+    kurtosis: float | None
+    worst_site: dict[str, Any] | None
+    error: float | None
+    """R_N, relative error of the last layer's stream at `error_scheme`."""
+    error_scheme: str | None
+    precision: dict[str, dict[str, dict[str, float | None]]]
+    """{scope: {scheme: {"loss", "increase"}}}, nats."""
+    note: str
+    missing: tuple[str, ...]
+    runs: tuple[RunData, ...] = dataclasses.field(repr=False)
+
+    @property
+    def diverged(self) -> bool:
+        return self.loss is not None and math.isnan(self.loss)
+
+    def increase(self, scheme: str, scope: str = "block") -> float | None:
+        return self.precision.get(scope, {}).get(scheme, {}).get("increase")
+
+    def loss_under(self, scheme: str, scope: str = "block") -> float | None:
+        return self.precision.get(scope, {}).get(scheme, {}).get("loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A residual-free row beside the best residual row that has the same optimiser."""
+
+    optimizer: str
+    row: Row
+    reference: Row
+    loss: float | None
+    reference_loss: float | None
+    """Both at the smaller of the two token counts."""
+    equal_tokens: bool
+    """False: one of the two losses was read off the curve of a longer run, mid-schedule."""
+    standard_error: float | None
+    """Of the difference: root of the sum of squares."""
+
+    @property
+    def gap(self) -> float | None:
+        """(residual-free - residual) / residual; positive means residual-free is worse."""
+        if self.loss is None or self.reference_loss is None:
+            return None
+        return self.loss / self.reference_loss - 1
+
+    @property
+    def established(self) -> bool:
+        """Whether the difference exceeds two standard errors (False when they are unknown)."""
+        if self.gap is None or self.standard_error is None:
+            return False
+        return abs(self.loss - self.reference_loss) > 2 * self.standard_error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All rows and pairs of one report."""
+
+    rows: tuple[Row, ...]
+    pairs: tuple[Pair, ...]
+    caveats: tuple[str, ...]
+    """Sentences about what makes these rows not strictly comparable."""
+
+    def schemes(self, scope: str) -> list[str]:
+        """Every scheme measured in a scope, from gentle to harsh, as the runs list them."""
+        return list(dict.fromkeys(s for row in self.rows for s in row.precision.get(scope, {})))
+
+    def scopes(self) -> list[str]:
+        return list(dict.fromkeys(s for row in self.rows for s in row.precision))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for report.json; runs become their paths."""
+        return {
+            "rows": [_row_dict(row) for row in self.rows],
+            "pairs": [
+                {
+                    "optimizer": p.optimizer,
+                    "row": p.row.label,
+                    "reference": p.reference.label,
+                    "loss": p.loss,
+                    "reference_loss": p.reference_loss,
+                    "gap": p.gap,
+                    "equal_tokens": p.equal_tokens,
+                    "standard_error": p.standard_error,
+                    "established": p.established,
+                }
+                for p in self.pairs
+            ],
+            "caveats": list(self.caveats),
+        }
+
+
+def compare(runs: Sequence[RunData]) -> Comparison:
+    """Group runs into rows, pair residual-free rows with residual ones, note what differs."""
+    groups: dict[str, list[RunData]] = {}
+    for run in runs:
+        groups.setdefault(_signature(run), []).append(run)
+    labels = [group[0].label for group in groups.values()]
+    table = tuple(
+        _row(
+            group,
+            f"{group[0].label} ({group[0].path.name})"
+            if labels.count(group[0].label) > 1
+            else group[0].label,
+        )
+        for group in groups.values()
+    )
+    return Comparison(rows=table, pairs=tuple(_pairs(table)), caveats=tuple(_caveats(table)))
+
+
+def _signature(run: RunData) -> str:
+    values = {k: v for k, v in leaves(run.config).items() if k not in NOT_A_ROW}
+    return json.dumps(values, default=lambda c: c.to_dict(), sort_keys=True)
+
+
+def _row(runs: list[RunData], label: str) -> Row:
+    losses = [v for run in runs if (v := measures.held_out_loss(run)) is not None]
+    first = runs[0]
+    if len(losses) > 1:
+        centre = sum(losses) / len(losses)
+        variance = sum((v - centre) ** 2 for v in losses) / (len(losses) - 1)
+        error, over = math.sqrt(variance / len(losses)), "seeds"
+    else:
+        error, over = number(first.evaluation, "standard_error"), "tokens"
+    worst = [w for run in runs if (w := measures.worst_site(run)) is not None]
+    schemes = {
+        str((run.quant or {}).get("error", {}).get("scheme"))
+        for run in runs
+        if isinstance((run.quant or {}).get("error"), dict)
+    }
+    one = len(runs) == 1
+    missing = [m if one else f"{run.path.name}: {m}" for run in runs for m in run.missing]
+    loss = measures.mean(losses)
+    return Row(
+        label=label,
+        optimizer=first.optimizer,
+        family=first.family,
+        connection=first.connection,
+        learning_rate=first.config.optim.lr,
+        tokens=min(run.tokens for run in runs),
+        num_seeds=len(runs),
+        loss=loss,
+        standard_error=error,
+        error_over=over,
+        perplexity=None if loss is None else math.exp(min(loss, 700.0)),
+        bits_per_byte=measures.mean(number(r.evaluation, "bits_per_byte") for r in runs),
+        kurtosis=measures.mean(
+            measures.middle_kurtosis(measures.final_probe(r), r.num_layers) for r in runs
+        ),
+        worst_site=min(worst, key=lambda w: -math.inf if math.isnan(w["sqnr"]) else w["sqnr"])
+        if worst
+        else None,
+        error=measures.mean(measures.final_error(r) for r in runs),
+        error_scheme=" / ".join(sorted(schemes)) or None,
+        precision=_precision(runs),
+        note=first.config.note,
+        missing=tuple(missing),
+        runs=tuple(runs),
+    )
+
+
+def _precision(runs: list[RunData]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Means over seeds of loss and increase for every scope and scheme."""
+    table: dict[str, dict[str, dict[str, float | None]]] = {}
+    for scope in dict.fromkeys(s for run in runs for s in measures.scopes(run)):
+        per_run = [measures.precision_rows(run, scope) for run in runs]
+        table[scope] = {
+            scheme: {
+                key: measures.mean(rows.get(scheme, {}).get(key) for rows in per_run)
+                for key in ("loss", "increase")
+            }
+            for scheme in dict.fromkeys(s for rows in per_run for s in rows)
+        }
+    return table
+
+
+def _pairs(table: Sequence[Row]) -> list[Pair]:
+    pairs = []
+    for row in table:
+        twins = [r for r in table if r.family == RESIDUAL and r.optimizer == row.optimizer]
+        if row.family != RESIDUAL_FREE or not twins:
+            continue
+        # The strongest residual row: where a control beats the plain one, it is the measure.
+        reference = min(twins, key=lambda r: math.inf if _unknown(r.loss) else r.loss)
+        tokens = min(row.tokens, reference.tokens)
+        equal = max(row.tokens, reference.tokens) <= 1.01 * tokens
+        errors = (row.standard_error, reference.standard_error)
+        pairs.append(
+            Pair(
+                optimizer=row.optimizer,
+                row=row,
+                reference=reference,
+                loss=_loss_at(row, tokens),
+                reference_loss=_loss_at(reference, tokens),
+                equal_tokens=equal,
+                standard_error=None if any(map(_unknown, errors)) else math.hypot(*errors),
+            )
+        )
+    return pairs
+
+
+def _loss_at(row: Row, tokens: int) -> float | None:
+    if row.tokens <= 1.01 * tokens:
+        return row.loss
+    return measures.mean(measures.loss_at(run, tokens) for run in row.runs)
+
+
+def _unknown(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _caveats(table: Sequence[Row]) -> list[str]:
+    sentences = []
+    values = [leaves(row.runs[0].config) for row in table]
+    for what, names in SHARED.items():
+        differing = [n for n in names if len({repr(v[n]) for v in values}) > 1]
+        if differing:
+            sentences.append(
+                f"The rows do not share the same {what} ({', '.join(differing)} differ), so their "
+                "losses are not strictly comparable."
+            )
+    tokens = {row.tokens for row in table if row.tokens}
+    if tokens and max(tokens) > 1.01 * min(tokens):
+        sentences.append(
+            f"The rows saw different numbers of tokens ({min(tokens):,} to {max(tokens):,}); gaps "
+            "compare at the smaller number, where the longer run was still mid-schedule."
+        )
+    return sentences
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    values = {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "runs"}
+    values["runs"] = [str(run.path) for run in row.runs]
+    values["missing"] = list(row.missing)
+    values["diverged"] = row.diverged
+    return values

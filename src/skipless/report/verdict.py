@@ -1,0 +1,290 @@
+"""The verdict in sentences, computed from the numbers, honest whichever way they come out.
+
+Loss comes first, then the cost of rounding, then the inside; kurtosis is never judged alone,
+because errors pass through every layer and R_N foretells the damage better (S9). Plain text:
+whoever shows it escapes it. Read by html and text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skipless.report.tables import Comparison, Pair, Row
+
+AIM_GAP = 0.05  # residual-free within 5 % of its residual twin in held-out loss
+FAR_BEHIND = 0.2  # a row this far behind its twin has learned too little to have much to lose
+AIM_KURTOSIS = 1.0  # mean |g| of the block output over the middle third of layers
+HEADLINE_SCHEMES = ("W8A6", "W4A4")  # judged at block scope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """One finding: a topic of a few words and the sentences under it."""
+
+    topic: str
+    sentences: tuple[str, ...]
+
+
+def verdict(comparison: Comparison) -> list[Statement]:
+    """All findings, in reading order. Topics without numbers say that they have none."""
+    parts = [
+        ("In short", _summary(comparison)),
+        ("Full precision", _best(comparison)),
+        ("The price of no skip", _gaps(comparison)),
+        ("Rounded to few bits", _rounding(comparison)),
+        ("Inside the models", _inside(comparison)),
+        ("How sure this is", _certainty(comparison)),
+    ]
+    return [Statement(topic=topic, sentences=tuple(s)) for topic, s in parts if s]
+
+
+def nats(value: float | None) -> str:
+    """Four significant digits at most, a word when there is no finite number."""
+    if value is None:
+        return "not measured"
+    return "not finite" if math.isnan(value) else f"{value:.3f}"
+
+
+def headline_schemes(comparison: Comparison) -> list[str]:
+    """W8A6 and W4A4 where measured, else the last (harshest) scheme of block scope."""
+    measured = comparison.schemes("block")
+    return [s for s in HEADLINE_SCHEMES if s in measured] or measured[-1:]
+
+
+def _known(value: float | None) -> bool:
+    return value is not None and not math.isnan(value)
+
+
+def _join(items: list[str]) -> str:
+    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
+
+
+def _count(number: int, total: int) -> str:
+    if number == 0:
+        return f"none of {total}" if total > 1 else "no"
+    return f"all {total}" if number == total and total > 1 else f"{number} of {total}"
+
+
+def _summary(comparison: Comparison) -> list[str]:
+    pairs = [p for p in comparison.pairs if _known(p.gap)]
+    if not pairs:
+        return []
+    worse = [p.gap for p in pairs if p.gap > 0]
+    total = len(pairs)
+    span = f"{min(p.gap for p in pairs):+.1%} to {max(p.gap for p in pairs):+.1%}"
+    span = f"{pairs[0].gap:+.1%}" if total == 1 else span
+    sentences = [
+        f"Without skip connections the held-out loss was higher in {_count(len(worse), total)} "
+        f"comparison{'s' if total > 1 else ''} ({span} against the same optimiser with skips)."
+    ]
+    fair = [p for p in pairs if p.gap <= FAR_BEHIND]
+    for scheme in headline_schemes(comparison)[-1:]:
+        both = [
+            p
+            for p in fair
+            if _known(p.row.increase(scheme)) and _known(p.reference.increase(scheme))
+        ]
+        less = [p for p in both if p.row.increase(scheme) < p.reference.increase(scheme)]
+        ahead = [p for p in both if p.row.loss_under(scheme) < p.reference.loss_under(scheme)]
+        if both:
+            sentences.append(
+                f"Rounded to {scheme} (block scope), the model without skips lost less in "
+                f"{_count(len(less), len(both))} and ended with the lower loss in "
+                f"{_count(len(ahead), len(both))}."
+            )
+    behind = [p.row.label for p in pairs if p.gap > FAR_BEHIND]
+    if behind:
+        sentences.append(
+            f"{_join(behind)} stayed more than {FAR_BEHIND:.0%} behind at full precision: too "
+            "little was learned for rounding to lose much, so that is not counted."
+        )
+    return sentences
+
+
+def _best(comparison: Comparison) -> list[str]:
+    sentences = []
+    finite = sorted((r for r in comparison.rows if _known(r.loss)), key=lambda r: r.loss)
+    if finite:
+        best = finite[0]
+        sentences.append(
+            f"{best.label} has the lowest held-out loss: {_with_error(best)} nats a token, "
+            f"perplexity {best.perplexity:.1f}."
+        )
+        ties = [r for r in finite[1:] if _tied(best, r)]
+        if ties:
+            listed = _join([f"{r.label} ({r.loss:.3f})" for r in ties])
+            sentences.append(f"{listed} cannot be told apart from it (within 2 standard errors).")
+    for row in comparison.rows:
+        if row.diverged:
+            sentences.append(f"{row.label} did not train: its held-out loss is not finite.")
+        elif row.loss is None:
+            sentences.append(f"{row.label} has no held-out loss yet.")
+    return sentences
+
+
+def _with_error(row: Row) -> str:
+    return f"{row.loss:.3f}" + (
+        f" ± {row.standard_error:.3f}" if _known(row.standard_error) else " (error not known)"
+    )
+
+
+def _tied(a: Row, b: Row) -> bool:
+    if not (_known(a.standard_error) and _known(b.standard_error)):
+        return False
+    return abs(a.loss - b.loss) <= 2 * math.hypot(a.standard_error, b.standard_error)
+
+
+def _gaps(comparison: Comparison) -> list[str]:
+    if not comparison.pairs:
+        return [
+            "No residual-free row has a residual row with the same optimiser beside it, so "
+            "the price of removing the skip cannot be told from these runs."
+        ]
+    return [_gap_sentence(p) for p in comparison.pairs]
+
+
+def _gap_sentence(pair: Pair) -> str:
+    start = f"{pair.row.label} against {pair.reference.label}"
+    if not _known(pair.gap):
+        return (
+            f"{start}: no comparison, losses are {nats(pair.loss)} and {nats(pair.reference_loss)}."
+        )
+    direction = "higher (worse)" if pair.gap > 0 else "lower (better)"
+    tokens = "at equal tokens" if pair.equal_tokens else "at the smaller number of tokens"
+    text = (
+        f"{start}: loss {pair.loss:.3f} against {pair.reference_loss:.3f}, "
+        f"{abs(pair.gap):.1%} {direction} {tokens}"
+    )
+    if _known(pair.standard_error) and not pair.established:
+        text += ", which is within 2 standard errors: no established difference"
+    met = "met" if pair.gap <= AIM_GAP else "missed"
+    return f"{text}; the aim of at most {AIM_GAP:.0%} is {met}."
+
+
+def _rounding(comparison: Comparison) -> list[str]:
+    schemes = headline_schemes(comparison)
+    if not schemes:
+        return [
+            "No row was evaluated at low precision in block scope, so nothing can be said "
+            "about rounding."
+        ]
+    sentences = []
+    for scheme in schemes:
+        for pair in comparison.pairs:
+            ours, theirs = pair.row.increase(scheme), pair.reference.increase(scheme)
+            if not (_known(ours) and _known(theirs)):
+                sentences.append(
+                    f"{scheme}, {pair.optimizer}: no comparison, the increases are {nats(ours)} "
+                    f"for {pair.row.label} and {nats(theirs)} for {pair.reference.label}."
+                )
+                continue
+            word = "less" if ours < theirs else "more" if ours > theirs else "as much"
+            final, other = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
+            end = ""
+            if _known(final) and _known(other):
+                place = "ahead of" if final < other else "behind" if final > other else "level with"
+                end = f"; at {final:.3f} it ends {place} the residual model's {other:.3f}"
+            sentences.append(
+                f"{scheme}, {pair.optimizer}: {pair.row.label} loses {word} "
+                f"({ours:+.3f} nats against {theirs:+.3f} for {pair.reference.label}){end}."
+            )
+    if not sentences:
+        scheme = schemes[-1]
+        ranked = sorted(
+            (r for r in comparison.rows if _known(r.increase(scheme))),
+            key=lambda r: r.increase(scheme),
+        )
+        if ranked:
+            listed = _join([f"{r.label} {r.increase(scheme):+.3f}" for r in ranked])
+            sentences.append(f"Loss increase at {scheme} in nats, smallest first: {listed}.")
+    return sentences
+
+
+def _inside(comparison: Comparison) -> list[str]:
+    sentences = []
+    for pair in comparison.pairs:
+        ours, theirs = pair.row, pair.reference
+        if not (_known(ours.kurtosis) and _known(theirs.kurtosis)):
+            continue
+        aim = "below" if ours.kurtosis < AIM_KURTOSIS else "not below"
+        text = (
+            f"{pair.optimizer}: the mean |kurtosis| in the middle third of the layers is "
+            f"{ours.kurtosis:.2f} without the skip ({aim} the aim of {AIM_KURTOSIS:g}) and "
+            f"{theirs.kurtosis:.2f} with it"
+        )
+        if ours.worst_site and theirs.worst_site:
+            text += (
+                f"; the worst tensor at {ours.worst_site['scheme']} keeps "
+                f"{ours.worst_site['sqnr']:.1f} dB against "
+                f"{theirs.worst_site['sqnr']:.1f} dB"
+            )
+        if _known(ours.error) and _known(theirs.error):
+            text += (
+                f"; the error that reaches the last layer, R_N, is {ours.error:.2f} against "
+                f"{theirs.error:.2f}"
+            )
+        sentences.append(text + ".")
+    if sentences:
+        sentences.append(
+            "Low kurtosis makes each tensor easier to round but does not decide the loss: errors "
+            "pass through every layer, so read it together with R_N and the losses above."
+        )
+    return sentences + _correlation(comparison)
+
+
+def _correlation(comparison: Comparison) -> list[str]:
+    scheme = (headline_schemes(comparison) or [""])[-1]
+    known = [
+        r for r in comparison.rows if all(map(_known, (r.increase(scheme), r.error, r.kurtosis)))
+    ]
+    damage = [r.increase(scheme) for r in known]
+    by_error = spearman([r.error for r in known], damage)
+    by_kurtosis = spearman([r.kurtosis for r in known], damage)
+    if by_error is None or by_kurtosis is None:
+        return []
+    return [
+        f"Over these {len(known)} rows the rank correlation with the loss increase at {scheme} "
+        f"is {by_error:+.2f} for R_N and {by_kurtosis:+.2f} for the kurtosis."
+    ]
+
+
+def _certainty(comparison: Comparison) -> list[str]:
+    counts = {row.num_seeds for row in comparison.rows}
+    if counts == {1}:
+        sentences = [
+            "One seed a row: ± is the standard error over held-out text only, so the spread "
+            "between seeds is unknown and small differences may turn round with another seed."
+        ]
+    else:
+        listed = "; ".join(f"{r.label}: {r.num_seeds}" for r in comparison.rows)
+        number = f"{counts.pop()} seeds a row" if len(counts) == 1 else f"Seeds by row: {listed}"
+        single = any(r.num_seeds == 1 for r in comparison.rows)
+        sentences = [
+            f"{number}; ± is the standard error over seeds"
+            + (" (over held-out text where there is one seed)." if single else ".")
+        ]
+    errors = [p.standard_error for p in comparison.pairs if _known(p.standard_error)]
+    if errors:
+        sentences.append(
+            f"The standard error of a difference between two rows is about {max(errors):.3f} nats."
+        )
+    return sentences + list(comparison.caveats)
+
+
+def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Rank correlation in [-1, 1], ties averaged; None for fewer than 4 points or no spread."""
+    if len(xs) < 4:
+        return None
+    a, b = _ranks(xs), _ranks(ys)
+    centre = (len(xs) - 1) / 2
+    spread = math.sqrt(sum((v - centre) ** 2 for v in a) * sum((v - centre) ** 2 for v in b))
+    if not spread:
+        return None
+    return sum((u - centre) * (v - centre) for u, v in zip(a, b, strict=True)) / spread
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
