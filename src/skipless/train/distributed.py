@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -153,6 +154,9 @@ def start(config: TrainConfig) -> Iterator[World]:
         )
     finally:
         if opened:
+            # Sharded modules sit in reference cycles and hold the group; a group that is still held
+            # when the interpreter exits can abort the process.
+            gc.collect()
             dist.destroy_process_group()
 
 

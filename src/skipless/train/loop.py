@@ -171,7 +171,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if measured:
-            pending["isometry_drift"] = self.optimizer.metrics()
+            pending["optimizer"] = self.optimizer.metrics()
 
         now = time.perf_counter()
         num_tokens = self.settings.batch_size * self.settings.sequence_length

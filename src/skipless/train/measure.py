@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from skipless.config import ProbeConfig, RunConfig
 from skipless.data import PreparedData, evaluation_batches
 from skipless.errors import UserError
-from skipless.probes import Probe
+from skipless.probes import Probe, isometry_drift
 from skipless.train.distributed import World, uncompiled
 from skipless.train.precision import autocast
 
@@ -85,8 +85,9 @@ def probe_row(
 ) -> dict[str, Any]:
     """One row of probes.jsonl: statistics over `batches` plus what the step itself left.
 
-    `pending` holds gradient_norms and isometry_drift of the training step before. Every rank runs
-    the same batches, so sharded and unsharded runs give the same row.
+    `pending` holds what only the training step before could tell: gradient_norms and the
+    optimiser's own numbers. Every rank runs the same batches, so sharded and unsharded runs give
+    the same row.
     """
     with evaluating(model), uncompiled(model), Probe(model, stats=config.stats) as probe:
         for ids, labels in batches:
@@ -99,6 +100,7 @@ def probe_row(
         "geometry": probe.geometry() if "geometry" in config.stats else [],
         "attention": probe.attention() if "attention" in config.stats else [],
         **pending,
+        "isometry_drift": isometry_drift(model),
         "gains": {name: plain(value) for name, value in model.gains().items()},
     }
 
@@ -106,7 +108,7 @@ def probe_row(
 def measure_sites(
     model: nn.Module, config: RunConfig, data: PreparedData, *, final: bool = False
 ) -> dict[str, Any]:
-    """One row of probes.jsonl for a model at rest (no gradient norms, no isometry drift).
+    """One row of probes.jsonl for a model at rest (no gradient norms).
 
     Uses config.probe.final_tokens held-out tokens if `final`, else config.probe.num_tokens.
     """
@@ -114,7 +116,7 @@ def measure_sites(
     size = config.train.micro_batch_size or config.train.batch_size
     batches = evaluation_batches(data.held_out, config.train.sequence_length, size, num_tokens)
     world = World(device=next(model.parameters()).device)
-    pending: dict[str, Any] = {"gradient_norms": {}, "isometry_drift": {}}
+    pending: dict[str, Any] = {"gradient_norms": {}, "optimizer": {}}
     step = config.train.num_steps
     return probe_row(model, batches, config.probe, world, step=step, pending=pending)
 
