@@ -57,9 +57,9 @@ class Attention(nn.Module):
             q, k = rotate(q, *context.rotary), rotate(k, *context.rotary)
         q = self.query(q.transpose(1, 2))
         k, v = self.key(k.transpose(1, 2)), self.value(v.transpose(1, 2))
-        factor = self.temperature.query_factor(context.num_visible)
+        factor = self.temperature.query_factor(context.num_visible, q.dtype)
         if factor is not None:
-            q = q * factor.to(q.dtype)
+            q = q * factor
         if context.cache is not None:
             k, v = context.cache.update(self.layer, k, v)
         attend = self._eager if self.implementation == "eager" else self._fused

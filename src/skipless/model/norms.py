@@ -26,7 +26,8 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.hidden_size,), self.weight, self.eps)
+        # the fused kernel wants one dtype, and computes in float32 inside
+        return F.rms_norm(x, (self.hidden_size,), self.weight.to(x.dtype), self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}"

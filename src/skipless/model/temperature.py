@@ -45,17 +45,19 @@ class AttentionTemperature(nn.Module):
         learned."""
         return self.base if self.tau is not None else self.start * self.base
 
-    def query_factor(self, num_visible: Tensor | None) -> Tensor | None:
-        """What multiplies the queries [B, H, T, K], broadcastable; None for a constant tau.
+    def query_factor(self, num_visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What multiplies the queries [B, H, T, K] of `dtype`, broadcastable; None for a constant
+        tau.
 
         `num_visible` [T] or [B, T]: keys each query sees, needed when length-scaled.
         """
         factor = None if self.tau is None else self.tau.view(-1, 1, 1)
         if self.length_scaled:
-            ratio = num_visible.float().log() / self.log_train_length
-            ratio = ratio[..., None, :, None]
+            # logarithms in float32 at least: bfloat16 cannot tell 257 keys from 256
+            visible = num_visible.to(torch.promote_types(dtype, torch.float32))
+            ratio = (visible.log() / self.log_train_length)[..., None, :, None]
             factor = ratio if factor is None else factor * ratio
-        return factor
+        return None if factor is None else factor.to(dtype)
 
     def extra_repr(self) -> str:
         kind = "constant" if self.tau is None else f"learned {list(self.tau.shape)}"
