@@ -225,13 +225,15 @@ class Probe:
             site = layers.get(name)
             number = next((int(p) for p in name.split(".") if p.isdigit()), None)
             key = (name, site.layer if site else number, "attention")
-            self._handles.append(modules[name].register_forward_hook(self._attention_hook(key)))
+            find = first_tensor if own else find_probabilities
+            hook = self._attention_hook(key, find)
+            self._handles.append(modules[name].register_forward_hook(hook))
 
-    def _attention_hook(self, key: Key) -> Callable[..., None]:
+    def _attention_hook(self, key: Key, find: Callable[..., Any]) -> Callable[..., None]:
         def hook(_: nn.Module, __: tuple, result: Any) -> None:
             if self._eager is None or _in_backward():
                 return
-            p = find_probabilities(result)
+            p = find(result)
             if p is None or "attention" in self._seen.get(id(p), (0, 0, {}))[2]:
                 return  # a wrapper that hands on what its inner module returned
             self._remember(p, "attention", lambda: True)
