@@ -1,4 +1,4 @@
-"""Run directories made by hand: the files that training and measuring leave, with plausible numbers.
+"""Run directories made by hand: the files of training and measuring, with plausible numbers.
 
 `fabricate(path, ...)` writes one; what a test is about is an argument, the rest is a smooth curve.
 """
@@ -106,7 +106,7 @@ def _probe(step: int, kurtosis: float, layers: int, free: bool, done: float, rng
             })  # fmt: skip
         sites.append({"site": f"layers.{layer}.mlp.act:output", "kind": "activation_output",
                       "layer": layer, "sublayer": "mlp", "kurtosis": 1e6})  # fmt: skip
-        attention.append({"layer": layer, "entropy": 3.0, "normalized_entropy": 0.4 + 0.05 * layer,
+        attention.append({"layer": layer, "entropy": 1.6 + 0.2 * layer,
                           "first_token_mass": (0.02 if free else 0.1) * (1 + layer)})  # fmt: skip
     gains = {f"layers.{i}.mlp_connection.a": [max(0.0, 1 - 2 * done)] for i in range(layers)}
     return {
@@ -157,7 +157,7 @@ def edit():
 
 @pytest.fixture
 def four(tmp_path):
-    """The two optimisers with and without skips: residual-free has the higher loss, rounds better."""
+    """Two optimisers with and without skips; without, the loss is higher."""
     free = {"connection": ANNEALED, "kurtosis": 0.3}
     return [
         fabricate(tmp_path / "res-kl", label="residual + KL-Shampoo", optimizer="kl_shampoo",

@@ -30,6 +30,7 @@ class Pen:
         self.colours = colours  # CSS variable -> colour to draw with
         self.looks = looks(comparison.rows)
         self.drawn: dict[str, Look] = {}
+        self.panels: set[Any] = set()
 
     def color(self, look: Look) -> str:
         return self.colours[look.variable]
@@ -74,6 +75,7 @@ class Pen:
         """One line of one row; not-finite values are gaps."""
         look = self.looks[row.label]
         self.drawn[row.label] = look
+        self.panels.add(axes)
         axes.plot(
             xs,
             ys,
@@ -151,16 +153,60 @@ def _draw(
         draw(pen, axes)
         if not pen.drawn:
             return None
-        for panel in axes:
-            if not panel.lines:
-                panel.set_visible(False)
-            elif "layer" in panel.get_xlabel():
-                panel.xaxis.get_major_locator().set_params(integer=True)
+        _tidy(canvas, [panel for panel in axes if panel in pen.panels], axes)
         _legend(canvas, pen)
         buffer = io.BytesIO()
         options = {"dpi": 160, "facecolor": "white"} if form == "png" else {"transparent": True}
         canvas.savefig(buffer, format=form, **options)
         return buffer.getvalue()
+
+
+def _tidy(canvas: Any, used: list[Any], axes: Any) -> None:
+    """Take away panels without a line, give the others the width; layers are whole numbers."""
+    from matplotlib.gridspec import GridSpec
+
+    for panel in axes:
+        if panel not in used:
+            canvas.delaxes(panel)
+    if len(used) < len(axes):
+        grid = GridSpec(1, len(used), figure=canvas)
+        for index, panel in enumerate(used):
+            panel.set_subplotspec(grid[index])
+    for panel in used:
+        if "layer" in panel.get_xlabel():
+            panel.xaxis.get_major_locator().set_params(integer=True)
+
+
+def log_scale(axes: Any) -> None:
+    """A logarithmic y axis with plain numbers: 1, 2, 5, 10; only powers of ten when it is long."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    subs = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(_plain)
+
+
+def log_scale_if_wide(axes: Any) -> None:
+    """Logarithmic when positive values span more than a factor of 20; else linear from 0."""
+    values = [y for line in axes.lines for y in line.get_ydata() if math.isfinite(y)]
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        log_scale(axes)
+    elif values:
+        axes.set_ylim(bottom=min(0.0, *values))
+
+
+def signed_log_scale(axes: Any, *, linear: float) -> None:
+    """Logarithmic on both sides of a linear stretch of +-`linear`, with a line at 0."""
+    axes.set_yscale("symlog", linthresh=linear)
+    axes.axhline(0, color=axes.spines["left"].get_edgecolor(), linewidth=1)
+    axes.yaxis.set_major_formatter(_plain)
+
+
+def _plain(value: float, _: object) -> str:
+    return f"{value:,.10g}"
 
 
 def _legend(canvas: Any, pen: Pen) -> None:

@@ -17,6 +17,9 @@ PRECISION_NOTE = (
     "<p class=quiet>Held-out loss in nats, below it the increase over full precision. Bold: the "
     "lowest loss of a column. Embedding and head stay in full precision.</p>"
 )
+OPTIMISER = "optimiser<small>learning rate</small>"
+CONNECTION = "connection<small>tokens seen</small>"
+TEXT_HEADINGS = (OPTIMISER, CONNECTION, "device")
 
 
 def show(value: float | None, form: str = ".3f", *, absent: str = "–") -> str:
@@ -38,7 +41,8 @@ def swatch(look: Look) -> str:
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """A table in a box that scrolls sideways; cells are ready-made HTML."""
-    top = "".join(f"<th scope=col>{cell}</th>" for cell in head)
+    kinds = {heading: "" for heading in head} | dict.fromkeys(TEXT_HEADINGS, " class=text")
+    top = "".join(f"<th scope=col{kinds[heading]}>{heading}</th>" for heading in head)
     lines = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in body)
     return (
         f'<div class="scroll" tabindex="0"><table>\n<thead><tr>{top}</tr></thead>\n'
@@ -48,7 +52,7 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 def row_name(row: Row, styles: dict[str, Look]) -> str:
     """The heading cell of a row: its line and its label."""
-    return f"<th scope=row>{swatch(styles[row.label])}{escape(row.label)}</th>"
+    return f"<th scope=row><span>{swatch(styles[row.label])}{escape(row.label)}</span></th>"
 
 
 def cell(text: str, small: str = "", *, best: bool = False, wide: bool = False) -> str:
@@ -94,8 +98,7 @@ def rows_table(comparison: Comparison, styles: dict[str, Look]) -> str:
                     show(row.error, ".2f"), best=row.error is not None and row.error == best_error
                 ),
                 cell(row.optimizer, f"lr {row.learning_rate:g}", wide=True),
-                cell(row.connection, wide=True),
-                cell(f"{row.tokens:,}"),
+                cell(row.connection, f"{row.tokens:,} tokens", wide=True),
             ]
         )
     scheme = next((r.worst_site["scheme"] for r in comparison.rows if r.worst_site), None)
@@ -110,9 +113,8 @@ def rows_table(comparison: Comparison, styles: dict[str, Look]) -> str:
         "mean |kurtosis|<small>middle third</small>",
         f"worst tensor{at}",
         f"R_N{error}",
-        "optimiser",
-        "connection",
-        "tokens",
+        OPTIMISER,
+        CONNECTION,
     ]
     notes = [
         f"<li>{escape(row.label)}: {escape(row.note)}</li>" for row in comparison.rows if row.note
@@ -130,9 +132,11 @@ def precision_tables(comparison: Comparison, styles: dict[str, Look]) -> str:
             s: _lowest(comparison.rows, lambda r, s=s, scope=scope: r.loss_under(s, scope))
             for s in schemes
         }
+        lowest = _lowest(comparison.rows, lambda r: r.loss)
         body = []
         for row in comparison.rows:
-            cells = [row_name(row, styles), cell(show(row.loss))]
+            full = row.loss is not None and row.loss == lowest
+            cells = [row_name(row, styles), cell(show(row.loss), best=full)]
             for scheme in schemes:
                 loss = row.loss_under(scheme, scope)
                 increase = row.increase(scheme, scope)

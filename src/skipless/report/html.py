@@ -72,7 +72,8 @@ def _verdict(statements: Sequence[Statement]) -> str:
             lede = f'<p class="lede">{escape(" ".join(statement.sentences))}</p>'
             continue
         points = "".join(f"<li>{escape(s)}</li>" for s in statement.sentences)
-        items.append(f"<dt>{escape(statement.topic)}</dt><dd><ul>{points}</ul></dd>")
+        lead = f"<p class=note>{escape(statement.lead)}</p>" if statement.lead else ""
+        items.append(f"<dt>{escape(statement.topic)}</dt><dd>{lead}<ul>{points}</ul></dd>")
     return _section("The verdict", f'{lede}\n<dl class="findings">{"".join(items)}</dl>')
 
 
@@ -88,7 +89,7 @@ def _missing(comparison: Comparison, without: Sequence[str]) -> str:
 def _figure(figure: Figure) -> str:
     return (
         f"<figure>\n<h3>{escape(figure.title)}</h3>\n<figcaption>{escape(figure.caption)}"
-        f"</figcaption>\n{figure.svg}\n</figure>"
+        f"</figcaption>\n<div class=plot tabindex=0>\n{figure.svg}\n</div>\n</figure>"
     )
 
 

@@ -6,6 +6,7 @@ Read by plots.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,23 +15,28 @@ from typing import Any
 from skipless.report.load import RunData, number
 from skipless.report.measures import Curve, final_probe, mean, rows
 
-# The same quantity under the names it may have; the first that a row holds is taken.
-ATTENTION_KEYS = {
-    "entropy": ("normalized_entropy", "entropy_normalized", "relative_entropy"),
-    "first_token": ("first_token_mass", "first_token", "sink"),
-}
-
 
 def attention_by_depth(run: RunData, quantity: str) -> Curve:
-    """(layers, "entropy" in [0, 1] or "first_token" mass), mean over the rows of a layer."""
+    """(layers, mean of "entropy" in [0, 1] or "first_token_mass" over a layer's heads and rows).
+
+    The probe gives entropy in nats; it is divided by its value for uniform attention.
+    """
+    scale = 1 / uniform_entropy(run) if quantity == "entropy" else 1.0
     per_layer: dict[int, list[float]] = defaultdict(list)
     for row in rows(final_probe(run), "attention"):
-        key = next((k for k in ATTENTION_KEYS[quantity] if k in row), None)
-        value = number(row, key) if key else None
+        value = number(row, quantity)
         if value is not None and isinstance(row.get("layer"), int):
-            per_layer[row["layer"]].append(value)
+            per_layer[row["layer"]].append(value * scale)
     layers = sorted(per_layer)
     return [float(x) for x in layers], [sum(per_layer[x]) / len(per_layer[x]) for x in layers]
+
+
+def uniform_entropy(run: RunData) -> float:
+    """Mean log(visible keys) over the positions of a measured sequence, in nats."""
+    length = run.config.train.sequence_length
+    if not run.config.model.causal:
+        return math.log(max(2, length))
+    return math.lgamma(max(2, length) + 1) / max(2, length)  # mean of log 1, ..., log T
 
 
 def gradients_by_depth(run: RunData, which: int) -> Curve:

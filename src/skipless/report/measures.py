@@ -163,13 +163,13 @@ def worst_site(run: RunData) -> dict[str, Any] | None:
     """The site with the lowest SQNR: {"site", "sqnr", "ideal", "gap", "scheme"} in dB (S3, S11).
 
     gap = ideal - measured: how far the tensor stays below a Gaussian one of the same width.
+    A null SQNR (nothing was rounded away) is left out.
     """
     sqnr = (run.quant or {}).get("sqnr")
-    found = [(v, r) for r in rows(sqnr, "rows") if (v := number(r, "sqnr")) is not None]
+    found = [(v, r) for r in rows(sqnr, "rows") if _is_number(v := number(r, "sqnr"))]
     if not found:
         return None
-    # A site that is not finite is the worst of all.
-    value, row = min(found, key=lambda pair: -math.inf if math.isnan(pair[0]) else pair[0])
+    value, row = min(found, key=lambda pair: pair[0])
     ideal = number(row, "ideal")
     return {
         "site": str(row.get("site", "?")),
@@ -186,18 +186,18 @@ def sqnr_by_depth(run: RunData) -> tuple[Curve, Curve, float | None]:
     ideals = []
     for row in rows((run.quant or {}).get("sqnr"), "rows"):
         value, ideal = number(row, "sqnr"), number(row, "ideal")
-        if value is not None and isinstance(row.get("layer"), int):
+        if _is_number(value) and isinstance(row.get("layer"), int):
             per_layer[row["layer"]].append(value)
             ideals.append(ideal)
     layers = sorted(per_layer)
     depth = [float(layer) for layer in layers]
-    worst = [_lowest(per_layer[layer]) for layer in layers]
+    worst = [min(per_layer[layer]) for layer in layers]
     average = [sum(per_layer[layer]) / len(per_layer[layer]) for layer in layers]
     return (depth, worst), (depth, average), mean(ideals)
 
 
-def _lowest(values: list[float]) -> float:
-    return math.nan if any(math.isnan(v) for v in values) else min(values)
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def error_by_depth(run: RunData) -> Curve:

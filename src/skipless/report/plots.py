@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipless.report import measures
-from skipless.report.canvas import Pen, render
+from skipless.report.canvas import (
+    Pen,
+    log_scale,
+    log_scale_if_wide,
+    render,
+    signed_log_scale,
+)
 from skipless.report.inside import (
     attention_by_depth,
     gains_over_time,
@@ -55,6 +61,7 @@ def _loss_curves(pen: Pen, axes: Any) -> None:
 
 
 def _loss_by_precision(pen: Pen, axes: Any) -> None:
+    axes[1].sharey(axes[0])
     for panel, scope in zip(axes, ("block", "linear"), strict=True):
         schemes = pen.comparison.schemes(scope)
         for row in pen.comparison.rows:
@@ -83,14 +90,14 @@ def _kurtosis(pen: Pen, axes: Any) -> None:
     if len(layers) == 1:
         middle = measures.middle_third(layers.pop())
         depth.axvspan(middle[0] - 0.5, middle[-1] + 0.5, color=pen.colours["--band"], zorder=0)
-    _symlog(depth)
+    signed_log_scale(depth, linear=1.0)
     depth.set(
         title="by depth, after training (band: middle third)",
         xlabel="layer",
         ylabel="excess kurtosis of block output",
     )
     pen.curves(time, _kurtosis_over_time, markers=False)
-    time.set_yscale("symlog", linthresh=0.1)
+    signed_log_scale(time, linear=0.1)
     time.set(
         title="middle third over training",
         xlabel="training tokens",
@@ -133,7 +140,7 @@ def _sqnr(pen: Pen, axes: Any) -> None:
 def _error(pen: Pen, axes: Any) -> None:
     (depth,) = axes
     pen.curves(depth, measures.error_by_depth)
-    _log_if_wide(depth)
+    log_scale_if_wide(depth)
     depth.set(
         xlabel="depth (layers passed; half steps: after attention)",
         ylabel="relative error of the stream, R",
@@ -149,17 +156,18 @@ def _attention(pen: Pen, axes: Any) -> None:
         ylim=(0, 1.03),
         ylabel="entropy / log(visible keys)",
     )
-    pen.curves(sink, lambda run: attention_by_depth(run, "first_token"))
+    pen.curves(sink, lambda run: attention_by_depth(run, "first_token_mass"))
     sink.set(title="attention on the first token", xlabel="layer", ylabel="share of attention")
     sink.set_ylim(bottom=0)
 
 
 def _gradients(pen: Pen, axes: Any) -> None:
+    axes[1].sharey(axes[0])
     for panel, which, title in zip(
         axes, (0, -1), ("early (first measurement)", "late (last measurement)"), strict=True
     ):
         pen.curves(panel, lambda run, which=which: gradients_by_depth(run, which))
-        panel.set_yscale("log")
+        log_scale(panel)
         panel.set(title=title, xlabel="layer", ylabel="gradient norm of the layer's weights")
 
 
@@ -175,7 +183,7 @@ def _gains(pen: Pen, axes: Any) -> None:
 def _stream(pen: Pen, axes: Any) -> None:
     (depth,) = axes
     pen.curves(depth, lambda run: measures.stream_rms(measures.final_probe(run)))
-    depth.set_yscale("log")
+    log_scale(depth)
     depth.set(xlabel="layer", ylabel="root mean square of the block output")
 
 
@@ -266,20 +274,6 @@ def draw_all(comparison: Comparison) -> tuple[list[Figure], list[str]]:
         svg, png = drawn
         figures.append(Figure(name=name, title=title, caption=caption, svg=svg, png=png))
     return figures, without
-
-
-def _symlog(axes: Any) -> None:
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.axhline(0, color=axes.spines["left"].get_edgecolor(), linewidth=1)
-
-
-def _log_if_wide(axes: Any) -> None:
-    """A logarithmic axis when positive values span more than a factor of 20."""
-    values = [y for line in axes.lines for y in line.get_ydata() if math.isfinite(y)]
-    if values and min(values) > 0 and max(values) > 20 * min(values):
-        axes.set_yscale("log")
-    elif values:
-        axes.set_ylim(bottom=min(0.0, *values))
 
 
 def _tokens(value: float) -> str:

@@ -213,9 +213,7 @@ def _row(runs: list[RunData], label: str) -> Row:
         kurtosis=measures.mean(
             measures.middle_kurtosis(measures.final_probe(r), r.num_layers) for r in runs
         ),
-        worst_site=min(worst, key=lambda w: -math.inf if math.isnan(w["sqnr"]) else w["sqnr"])
-        if worst
-        else None,
+        worst_site=min(worst, key=lambda w: w["sqnr"]) if worst else None,
         error=measures.mean(measures.final_error(r) for r in runs),
         error_scheme=" / ".join(sorted(schemes)) or None,
         precision=_precision(runs),

@@ -18,6 +18,14 @@ FAR_BEHIND = 0.2  # a row this far behind its twin has learned too little to hav
 AIM_KURTOSIS = 1.0  # mean |g| of the block output over the middle third of layers
 HEADLINE_SCHEMES = ("W8A6", "W4A4")  # judged at block scope
 
+LEADS = {
+    "The price of no skip": "Held-out loss at full precision, without skips against with.",
+    "Rounded to few bits": "Loss increase in nats at block scope: the model without skips against "
+    "the one with.",
+    "Inside the models": "Tensors and rounding errors, without skips against with; the kurtosis is "
+    "that of the block outputs in the middle third of the layers.",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
@@ -25,6 +33,8 @@ class Statement:
 
     topic: str
     sentences: tuple[str, ...]
+    lead: str = ""
+    """What the sentences have in common, said once before them."""
 
 
 def verdict(comparison: Comparison) -> list[Statement]:
@@ -37,7 +47,12 @@ def verdict(comparison: Comparison) -> list[Statement]:
         ("Inside the models", _inside(comparison)),
         ("How sure this is", _certainty(comparison)),
     ]
-    return [Statement(topic=topic, sentences=tuple(s)) for topic, s in parts if s]
+    leads = LEADS if comparison.pairs else {}
+    return [
+        Statement(topic=topic, sentences=tuple(sentences), lead=leads.get(topic, ""))
+        for topic, sentences in parts
+        if sentences
+    ]
 
 
 def nats(value: float | None) -> str:
@@ -97,8 +112,8 @@ def _summary(comparison: Comparison) -> list[str]:
     behind = [p.row.label for p in pairs if p.gap > FAR_BEHIND]
     if behind:
         sentences.append(
-            f"{_join(behind)} stayed more than {FAR_BEHIND:.0%} behind at full precision: too "
-            "little was learned for rounding to lose much, so that is not counted."
+            f"Not counted there: {_join(behind)}, more than {FAR_BEHIND:.0%} behind at full "
+            "precision, having learned too little for rounding to lose much."
         )
     return sentences
 
@@ -109,13 +124,13 @@ def _best(comparison: Comparison) -> list[str]:
     if finite:
         best = finite[0]
         sentences.append(
-            f"{best.label} has the lowest held-out loss: {_with_error(best)} nats a token, "
-            f"perplexity {best.perplexity:.1f}."
+            f"Lowest held-out loss: {best.label}, {_with_error(best)} nats a token, perplexity "
+            f"{best.perplexity:.1f}."
         )
         ties = [r for r in finite[1:] if _tied(best, r)]
         if ties:
             listed = _join([f"{r.label} ({r.loss:.3f})" for r in ties])
-            sentences.append(f"{listed} cannot be told apart from it (within 2 standard errors).")
+            sentences.append(f"Not to be told apart from it (2 standard errors): {listed}.")
     for row in comparison.rows:
         if row.diverged:
             sentences.append(f"{row.label} did not train: its held-out loss is not finite.")
@@ -139,67 +154,68 @@ def _tied(a: Row, b: Row) -> bool:
 def _gaps(comparison: Comparison) -> list[str]:
     if not comparison.pairs:
         return [
-            "No residual-free row has a residual row with the same optimiser beside it, so "
-            "the price of removing the skip cannot be told from these runs."
+            "No residual-free row has a residual row with the same optimiser beside it, so the "
+            "price of removing the skip cannot be told from these runs."
         ]
-    return [_gap_sentence(p) for p in comparison.pairs]
+    return [f"{_subject(p, comparison)}: {_gap(p)}." for p in comparison.pairs]
 
 
-def _gap_sentence(pair: Pair) -> str:
-    start = f"{pair.row.label} against {pair.reference.label}"
+def _subject(pair: Pair, comparison: Comparison) -> str:
+    """ "With Muon" where that names the two rows, else both labels."""
+    same = [r for r in comparison.rows if r.optimizer == pair.optimizer]
+    if len(same) == 2:
+        return f"With {pair.optimizer}"
+    return f"{pair.row.label} against {pair.reference.label}"
+
+
+def _gap(pair: Pair) -> str:
     if not _known(pair.gap):
-        return (
-            f"{start}: no comparison, losses are {nats(pair.loss)} and {nats(pair.reference_loss)}."
-        )
+        return f"no comparison, the losses are {nats(pair.loss)} and {nats(pair.reference_loss)}"
     direction = "higher (worse)" if pair.gap > 0 else "lower (better)"
     tokens = "at equal tokens" if pair.equal_tokens else "at the smaller number of tokens"
     text = (
-        f"{start}: loss {pair.loss:.3f} against {pair.reference_loss:.3f}, "
+        f"{pair.loss:.3f} against {pair.reference_loss:.3f}, "
         f"{abs(pair.gap):.1%} {direction} {tokens}"
     )
     if _known(pair.standard_error) and not pair.established:
-        text += ", which is within 2 standard errors: no established difference"
+        text += ", within 2 standard errors and so no established difference"
     met = "met" if pair.gap <= AIM_GAP else "missed"
-    return f"{text}; the aim of at most {AIM_GAP:.0%} is {met}."
+    return f"{text} (aim: at most {AIM_GAP:.0%} worse, {met})"
 
 
 def _rounding(comparison: Comparison) -> list[str]:
     schemes = headline_schemes(comparison)
     if not schemes:
         return [
-            "No row was evaluated at low precision in block scope, so nothing can be said "
-            "about rounding."
+            "No row was evaluated at low precision in block scope, so nothing can be said about "
+            "rounding."
         ]
-    sentences = []
-    for scheme in schemes:
-        for pair in comparison.pairs:
-            ours, theirs = pair.row.increase(scheme), pair.reference.increase(scheme)
-            if not (_known(ours) and _known(theirs)):
-                sentences.append(
-                    f"{scheme}, {pair.optimizer}: no comparison, the increases are {nats(ours)} "
-                    f"for {pair.row.label} and {nats(theirs)} for {pair.reference.label}."
-                )
-                continue
-            word = "less" if ours < theirs else "more" if ours > theirs else "as much"
-            final, other = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
-            end = ""
-            if _known(final) and _known(other):
-                place = "ahead of" if final < other else "behind" if final > other else "level with"
-                end = f"; at {final:.3f} it ends {place} the residual model's {other:.3f}"
-            sentences.append(
-                f"{scheme}, {pair.optimizer}: {pair.row.label} loses {word} "
-                f"({ours:+.3f} nats against {theirs:+.3f} for {pair.reference.label}){end}."
-            )
-    if not sentences:
-        scheme = schemes[-1]
-        ranked = sorted(
-            (r for r in comparison.rows if _known(r.increase(scheme))),
-            key=lambda r: r.increase(scheme),
-        )
-        if ranked:
-            listed = _join([f"{r.label} {r.increase(scheme):+.3f}" for r in ranked])
-            sentences.append(f"Loss increase at {scheme} in nats, smallest first: {listed}.")
-    return sentences
+    sentences = [
+        f"{_subject(p, comparison)}: " + "; ".join(_damage(p, s) for s in schemes) + "."
+        for p in comparison.pairs
+    ]
+    if sentences:
+        return sentences
+    scheme = schemes[-1]
+    known = [r for r in comparison.rows if _known(r.increase(scheme))]
+    ranked = sorted(known, key=lambda r: r.increase(scheme))
+    listed = [f"{r.label} {r.increase(scheme):+.3f}" for r in ranked]
+    return (
+        [f"Loss increase at {scheme} in nats, smallest first: {_join(listed)}."] if listed else []
+    )
+
+
+def _damage(pair: Pair, scheme: str) -> str:
+    ours, theirs = pair.row.increase(scheme), pair.reference.increase(scheme)
+    if not (_known(ours) and _known(theirs)):
+        return f"at {scheme} no comparison ({nats(ours)} against {nats(theirs)})"
+    word = "less" if ours < theirs else "more" if ours > theirs else "as much"
+    text = f"at {scheme} it loses {word}, {ours:+.3f} against {theirs:+.3f}"
+    final, other = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
+    if _known(final) and _known(other):
+        place = "ahead" if final < other else "behind" if final > other else "level"
+        text += f", and ends {place} ({final:.3f} against {other:.3f})"
+    return text
 
 
 def _inside(comparison: Comparison) -> list[str]:
@@ -208,29 +224,29 @@ def _inside(comparison: Comparison) -> list[str]:
         ours, theirs = pair.row, pair.reference
         if not (_known(ours.kurtosis) and _known(theirs.kurtosis)):
             continue
-        aim = "below" if ours.kurtosis < AIM_KURTOSIS else "not below"
-        text = (
-            f"{pair.optimizer}: the mean |kurtosis| in the middle third of the layers is "
-            f"{ours.kurtosis:.2f} without the skip ({aim} the aim of {AIM_KURTOSIS:g}) and "
-            f"{theirs.kurtosis:.2f} with it"
-        )
+        aim = "met" if ours.kurtosis < AIM_KURTOSIS else "missed"
+        parts = [
+            f"mean |kurtosis| {ours.kurtosis:,.2f} against {theirs.kurtosis:,.2f} "
+            f"(aim: below {AIM_KURTOSIS:g}, {aim})"
+        ]
         if ours.worst_site and theirs.worst_site:
-            text += (
-                f"; the worst tensor at {ours.worst_site['scheme']} keeps "
-                f"{ours.worst_site['sqnr']:.1f} dB against "
-                f"{theirs.worst_site['sqnr']:.1f} dB"
+            here, there = ours.worst_site, theirs.worst_site
+            parts.append(
+                f"the worst tensor at {here['scheme']} keeps {here['sqnr']:.1f} against "
+                f"{there['sqnr']:.1f} dB"
             )
         if _known(ours.error) and _known(theirs.error):
-            text += (
-                f"; the error that reaches the last layer, R_N, is {ours.error:.2f} against "
+            parts.append(
+                f"the error that reaches the last layer, R_N, is {ours.error:.2f} against "
                 f"{theirs.error:.2f}"
             )
-        sentences.append(text + ".")
+        sentences.append(f"{_subject(pair, comparison)}: " + "; ".join(parts) + ".")
     if sentences:
-        sentences.append(
+        warning = (
             "Low kurtosis makes each tensor easier to round but does not decide the loss: errors "
             "pass through every layer, so read it together with R_N and the losses above."
         )
+        sentences = [*sentences, warning]
     return sentences + _correlation(comparison)
 
 
