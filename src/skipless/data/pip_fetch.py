@@ -13,6 +13,7 @@ import sys
 
 
 def main(name, version, folder):
+    """Find the source archive of NAME==VERSION, read it into FOLDER, print its path."""
     from pip._internal.commands import create_command
     from pip._vendor.packaging.specifiers import SpecifierSet
 
