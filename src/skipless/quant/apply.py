@@ -28,7 +28,7 @@ from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.fake import fake_quantize
 from skipless.quant.scheme import Scheme
-from skipless.quant.targets import ATTENTION_KINDS, WeightTarget, find_targets
+from skipless.quant.targets import ActivationTarget, WeightTarget, find_targets
 
 _ATTRIBUTE = "_skipless_quantization"
 
@@ -69,8 +69,8 @@ class Quantization:
     activations: list[ActivationQuantizer]
     state: ForwardState
     handles: list[Any] = field(default_factory=list)
-    eager: list[tuple[Any, str, str]] = field(default_factory=list)
-    """(object, attribute, value before) of attention implementations that were switched."""
+    eager: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Attention modules that were switched to eager, and what they were before."""
 
     def describe(self) -> str:
         """One line: scheme, scope, how many weights and sites, what stays in full precision."""
@@ -112,8 +112,7 @@ def quantize(
         scheme=scheme, scope=scope, include_head=include_head, activations=quantizers,
         state=state, weights=[_quantize_weight(target, scheme) for target in weights],
     )  # fmt: skip
-    if any(target.site.kind in ATTENTION_KINDS for target in targets):
-        record.eager = _switch_to_eager(model)
+    record.eager = _switch_to_eager(model, targets)
     _register_hooks(model, record)
     try:
         if quantizers and not scheme.dynamic:
@@ -260,15 +259,20 @@ def _register_hooks(model: nn.Module, record: Quantization) -> None:
     record.handles.append(model.register_forward_hook(state.after_forward))
 
 
-def _switch_to_eager(model: nn.Module) -> list[tuple[Any, str, str]]:
-    """Make every attention module compute its probabilities as a tensor; returns what to undo."""
+def _switch_to_eager(
+    model: nn.Module, targets: list[ActivationTarget]
+) -> list[tuple[nn.Module, str]]:
+    """Make attention whose probabilities are a target compute them as a tensor.
+
+    Such a module says how it computes in its attribute `implementation`. Returns what to undo.
+    """
     switched = []
-    for module in model.modules():
-        if getattr(module, "attention_implementation", "eager") != "eager":
-            switched.append(
-                (module, "attention_implementation", module.attention_implementation)
-            )
-            module.attention_implementation = "eager"
+    for target in targets:
+        if target.site.kind == "probabilities":
+            attention = model.get_submodule(target.site.module.rpartition(".")[0])
+            if isinstance(getattr(attention, "implementation", None), str):
+                switched.append((attention, attention.implementation))
+                attention.implementation = "eager"
     return switched
 
 
@@ -276,6 +280,6 @@ def _detach(record: Quantization) -> None:
     for handle in record.handles:
         handle.remove()
     record.handles.clear()
-    for owner, attribute, value in record.eager:
-        setattr(owner, attribute, value)
+    for attention, implementation in record.eager:
+        attention.implementation = implementation
     record.eager.clear()

@@ -123,7 +123,7 @@ def quantizer(
     x: Tensor, bits: int, symmetric: bool, clip: Clip, whole: bool
 ) -> tuple[Tensor, tuple, bool]:
     """(scale, (smallest, largest code), whether no code can leave them) for grouped values."""
-    tiny = torch.finfo(x.dtype).tiny * 2.0**17  # its scale at 16 bits is still a normal number
+    tiny = torch.finfo(x.dtype).tiny  # the smallest scale: below it numbers lose their digits
     given = clip
     if isinstance(clip, str):
         given = find_range(x, bits, symmetric, clip, whole)
@@ -137,12 +137,12 @@ def quantizer(
         largest = 2 ** (bits - 1) - 1
         # |x| <= absmax, so x / s rounds to at most `largest`: the clamp can be saved.
         bounded = isinstance(clip, str) and clip == "absmax"
-        return given.to(x.dtype).clamp_min(tiny) / largest, (-largest, largest), bounded
+        return given.to(x.dtype).clamp_min(tiny * largest) / largest, (-largest, largest), bounded
     if not isinstance(given, tuple):
         raise UserError(f"clip is {given!r}; an asymmetric range is a pair of tensors (low, high)")
     low, high = (torch.as_tensor(end, dtype=x.dtype, device=x.device) for end in given)
     levels = 2**bits - 1
-    step = (high / levels - low / levels).clamp_min(tiny / levels)
+    step = (high / levels - low / levels).clamp_min(tiny)
     zero = (-low / step).round_()
     return step, (-zero, levels - zero), False
 

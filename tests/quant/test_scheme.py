@@ -1,0 +1,110 @@
+"""The text form of a scheme (Q1): round trips, and one clear sentence for everything else."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skipless.errors import UserError
+from skipless.quant import Scheme
+
+bits = st.integers(2, 16)
+
+
+@st.composite
+def schemes(draw) -> Scheme:
+    activation, kv, probability = draw(
+        st.tuples(st.none() | bits, st.none() | bits, st.none() | bits)
+    )
+    touches_activations = any(b is not None for b in (activation, kv, probability))
+    token = touches_activations and draw(st.booleans())
+    return Scheme(
+        weight_bits=draw(bits),
+        activation_bits=activation,
+        kv_bits=kv,
+        probability_bits=probability,
+        weight_granularity=draw(
+            st.sampled_from(["tensor", "channel"]) | st.integers(1, 512).map("g{}".format)
+        ),
+        activation_granularity="token" if token else "tensor",
+        symmetric=draw(st.booleans()),
+        dynamic=token or not touches_activations or draw(st.booleans()),
+        clip=draw(st.sampled_from(["absmax", "p99.9", "p100", "mse", "gauss"])),
+    )
+
+
+@given(schemes())
+def test_text_and_json_round_trip(scheme):
+    assert Scheme.parse(str(scheme)) == scheme
+    assert str(Scheme.parse(str(scheme))) == str(scheme)
+    assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["W8A8", "W8A12", "W3Afp", "W4A16", "W4A4-KV8-w:g128-a:token", "W8A8-KV4-P8-asym",
+     "W4Afp-KV8-static", "W8A6-static-clip:p99.9", "W2A8-w:channel-clip:gauss"],
+)  # fmt: skip
+def test_canonical_text_is_kept(text):
+    assert str(Scheme.parse(text)) == text
+
+
+def test_options_come_in_any_order_and_defaults_are_not_printed():
+    assert str(Scheme.parse("W4A8-clip:absmax-a:token-w:tensor-P4-KV8")) == "W4A8-KV8-P4-a:token"
+
+
+def test_defaults():
+    scheme = Scheme.parse("W8A8")
+    assert (scheme.weight_bits, scheme.activation_bits) == (8, 8)
+    assert scheme.symmetric and scheme.dynamic and scheme.clip == "absmax"
+    assert scheme.weight_granularity == scheme.activation_granularity == "tensor"
+    assert Scheme.parse(scheme) is scheme
+    assert Scheme.parse("W3Afp").activation_bits is None
+    assert Scheme.parse("W3A16").activation_bits == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("W8A1", "activation width is 1.*2 to 16"),
+        ("W1A8", "weights width is 1"),
+        ("W8A17", "17.*Afp"),
+        ("W8", "W8Afp.*W8A16"),
+        ("W3", "'W3' does not say.*W3Afp.*W3A16"),
+        ("8-8", "'8-8' is not a quantisation scheme.*W8A8"),
+        ("", "'' is not"),
+        (None, "None is not"),
+        ("W8A8 ", "not a quantisation scheme|unknown"),
+        ("W8A8-", "unknown option"),
+        ("W8A8-asymm", "'asym'"),
+        ("W8A8-KV1", "kv width is 1"),
+        ("W8A8-P99", "probability width is 99"),
+        ("W8A8-KV8-KV4", "twice"),
+        ("W8A8-w:token", "weight granularity is 'token'"),
+        ("W8A8-w:g0", "g128"),
+        ("W8A8-a:channel", "activation granularity is 'channel'"),
+        ("W8A8-clip:p0", "percentile"),
+        ("W8A8-clip:p101", "percentile"),
+        ("W8A8-clip:max", "'absmax'"),
+        ("W4Afp-static", "no effect"),
+        ("W4Afp-a:token", "no effect"),
+        ("W8A8-a:token-static", "exclude"),
+    ],
+)
+def test_errors_are_one_sentence_that_helps(text, says):
+    with pytest.raises(UserError) as caught:
+        Scheme.parse(text)
+    message = str(caught.value)
+    assert re.search(says, message), message
+    assert "\n" not in message and message.count(". ") == 0
+
+
+def test_json_is_checked_as_text_is():
+    with pytest.raises(UserError, match="activation width is 1"):
+        Scheme.from_dict({"weight_bits": 8, "activation_bits": 1})
+    with pytest.raises(UserError, match="weight_bit"):
+        Scheme.from_dict({"weight_bit": 8, "activation_bits": 8})
