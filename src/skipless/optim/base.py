@@ -22,13 +22,22 @@ from torch.optim.adamw import adamw
 
 from skipless.errors import UserError
 from skipless.optim.blocks import Layout, make_layout
+from skipless.optim.describe import describe, isometry_drift, step_device, tensor_bytes
 from skipless.optim.roles import (
     GAIN_DECAY_ROLES,
     SPECTRAL_ROLES,
     parameter_roles,
     roles_from_tensors,
 )
-from skipless.optim.sharding import full, is_sharded, local
+from skipless.optim.sharding import (
+    Exchange,
+    Sink,
+    add_over_ranks,
+    exchanges,
+    full,
+    is_sharded,
+    local,
+)
 
 Named = tuple[str, Tensor]
 
@@ -78,6 +87,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         self._spectral_roles = spectral_roles
         self._layouts: dict[Tensor, Layout] = {}
         self._names: dict[Tensor, str] = {}
+        self._exchanges: dict[tuple, Exchange] = {}
         self.collect_metrics = False
         self.skipped: dict[str, int] = {}
         """Non-finite gradients left out so far, by parameter name."""
@@ -174,49 +184,77 @@ class RoleOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._metrics = {}
+        before = self._copies() if self.collect_metrics else {}
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
             if any(p.grad.is_sparse for p in ready):
                 raise UserError("a gradient is sparse; build the embedding with sparse=False")
-            if not ready:
-                continue
-            grads = [p.grad for p in ready]
-            if group["algorithm"] != "adamw":
-                grads = [full(g) for g in grads]
-            pairs = self._finite(ready, grads)
-            if not pairs:
-                continue
+            pairs = self._finite(ready)
             if group["algorithm"] == "adamw":
                 self._update_adamw(group, pairs)
             else:
-                self._update_matrices(group, pairs)
+                self._update_spectral(group, pairs)
+        self._measure(before)
         return loss
 
-    def _update_matrices(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _update_spectral(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Whole matrices in place; sharded ones on their owner ranks."""
+        sent = [(p, self._prepare(group, p, g)) for p, g in pairs]
+        plain = [(p, u) for p, u in sent if not is_sharded(p)]
+        if plain:
+            self._update_matrices(group, plain, Sink(group))
+        sharded = {p: u for p, u in sent if is_sharded(p)}
+        if not sharded:
+            return
+        everyone = [p for p in group["params"] if is_sharded(p)]
+        for exchange in exchanges(everyone, self._cost, self._exchanges):
+            owned = exchange.gather(sharded)
+            for p in everyone:
+                if not exchange.is_mine(p) and exchange.holds(p):
+                    self._disown(p)
+            sink = Sink(group, collect=True)
+            self._update_matrices(group, owned, sink)
+            exchange.scatter(sharded, sink)
+
+    def _prepare(self, group: dict[str, Any], p: Tensor, g: Tensor) -> Tensor:
+        """What a matrix method works on: the gradient, or something elementwise made from it."""
+        return g
+
+    def _update_matrices(
+        self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], sink: Sink
+    ) -> None:
+        """Hand the update of each whole matrix to `sink`."""
         raise AssertionError(f"{type(self).__name__} has no matrix method")
 
-    def _finite(self, params: list[Tensor], grads: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Pairs whose gradient is finite; the others are counted and left out entirely."""
-        if any(is_sharded(g) for g in grads):
-            sums = [full(g.float().sum()) for g in grads]
-        else:
-            # A sum is non-finite if any entry is; it overflows only where the step is lost anyway.
-            sums = [g.sum(dtype=torch.float32) for g in grads]
+    def _cost(self, p: Tensor) -> float:
+        """Work of one update, for balancing owner ranks."""
+        m, n = p.shape[0], p.numel() // max(p.shape[0], 1)
+        return float(m) ** 3 + float(n) ** 3
+
+    def _disown(self, p: Tensor) -> None:
+        """Another rank keeps this matrix's state; a step count stays, so that no rank looks
+        as if it had never stepped."""
+        step = self.state[p].get("step", torch.zeros(()))
+        self.state[p].clear()
+        self.state[p]["step"] = step + 1
+
+    def _finite(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(parameter, gradient) where the gradient is finite; others are counted and left out."""
+        # A sum is non-finite if any entry is; it overflows only where the step is lost anyway.
+        sums = [local(p.grad).sum(dtype=torch.float32) for p in params]
         by_device: dict[torch.device, list[int]] = {}
         for i, s in enumerate(sums):
             by_device.setdefault(s.device, []).append(i)
-        fine = [False] * len(sums)
-        for indices in by_device.values():
-            values = torch.isfinite(torch.stack([sums[i] for i in indices])).tolist()
-            for i, value in zip(indices, values, strict=True):
-                fine[i] = value
         pairs = []
-        for p, g, good in zip(params, grads, fine, strict=True):
-            if good:
-                pairs.append((p, g))
-            else:
-                name = self._names.get(p, "?")
-                self.skipped[name] = self.skipped.get(name, 0) + 1
+        for indices in by_device.values():
+            stacked = torch.stack([sums[i] for i in indices])
+            add_over_ranks(stacked, [params[i] for i in indices])
+            for i, good in zip(indices, torch.isfinite(stacked).tolist(), strict=True):
+                if good:
+                    pairs.append((params[i], params[i].grad))
+                else:
+                    name = self._names.get(params[i], "?")
+                    self.skipped[name] = self.skipped.get(name, 0) + 1
         return pairs
 
     def _update_adamw(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -225,7 +263,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         for p, g in pairs:
             state = self.state[p]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(p))
+                state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p))
                 state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
                 state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
             weight, gradient = local(p), local(g)
@@ -298,7 +336,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         return {**state_dict, "param_groups": rebuilt}
 
     def _state_device(self, what: str, p: Tensor) -> torch.device:
-        return _step_device(p) if what == "step" else local(p).device
+        return step_device(p) if what == "step" else local(p).device
 
     def _state_replaced(self) -> None:
         """Hook: state tensors are new objects now."""
@@ -315,43 +353,41 @@ class RoleOptimizer(torch.optim.Optimizer):
         set before it."""
         return {"skipped_gradients": float(sum(self.skipped.values())), **self._metrics}
 
+    def _copies(self) -> dict[Tensor, Tensor]:
+        return {
+            p: full(p.detach()).float().clone()
+            for group in self.param_groups
+            if group["algorithm"] != "adamw" or group["role"] in self._spectral_roles
+            for p in group["params"]
+            if p.grad is not None
+        }
+
+    def _measure(self, before: dict[Tensor, Tensor]) -> None:
+        """Update RMS, isometry drift (O4) and the preconditioner's numbers of one step."""
+        for group in self.param_groups:
+            lr = float(group["lr"])
+            for p in [p for p in group["params"] if p in before]:
+                after, name = full(p.detach()).float(), self._names.get(p, "?")
+                numbers = {}
+                if lr > 0:
+                    undecayed = after / (1 - lr * group["weight_decay"])
+                    numbers["update_rms"] = float(
+                        (before[p] - undecayed).square().mean().sqrt() / lr
+                    )
+                numbers["isometry_drift"] = isometry_drift(before[p], after)
+                numbers.update(self._note_preconditioner(p, group))
+                self._metrics.update({f"{what}/{name}": x for what, x in numbers.items()})
+
+    def _note_preconditioner(self, p: Tensor, group: dict[str, Any]) -> dict[str, float]:
+        return {}
+
     def state_bytes(self) -> int:
         """Bytes of all state tensors on this process."""
-        return sum(
-            local(v).numel() * v.element_size()
-            for values in self.state.values()
-            for v in values.values()
-            if isinstance(v, Tensor)
-        )
+        return sum(map(tensor_bytes, self.state.values()))
 
     def _describe_one(self, p: Tensor, group: dict[str, Any]) -> str:
         return "elementwise"
 
     def describe(self) -> str:
         """A table: every parameter with role, shape, treatment and state bytes."""
-        rows = [("parameter", "role", "shape", "treatment", "state bytes")]
-        for group in self.param_groups:
-            for p in group["params"]:
-                matrix = group["algorithm"] != "adamw"
-                what = self._describe_one(p, group) if matrix else "elementwise"
-                size = sum(
-                    v.numel() * v.element_size()
-                    for v in self.state.get(p, {}).values()
-                    if isinstance(v, Tensor)
-                )
-                rows.append((
-                    self._names.get(p, "?"), str(group["role"]), "x".join(map(str, p.shape)) or "1",
-                    f"{group['algorithm']}, {what}", f"{size:,}",
-                ))  # fmt: skip
-        widths = [max(len(r[i]) for r in rows) for i in range(5)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in rows]
-        total = sum(p.numel() * p.element_size() for g in self.param_groups for p in g["params"])
-        lines.append(f"parameters {total:,} bytes, state {self.state_bytes():,} bytes")
-        return "\n".join(line.rstrip() for line in lines)
-
-
-def _step_device(p: Tensor) -> torch.device:
-    device = local(p).device
-    return device if device.type == "cuda" else torch.device("cpu")
-
-
+        return describe(self)

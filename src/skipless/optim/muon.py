@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice
-from skipless.optim.base import RoleOptimizer
-from skipless.optim.sharding import decay_and_subtract
+from skipless.optim.base import RoleOptimizer, Sink
+from skipless.optim.blocks import Layout
+from skipless.optim.buckets import CHUNK_BYTES
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     # Jordan's quintic: fast, singular values end in about [0.7, 1.2].
@@ -118,35 +119,31 @@ class Muon(RoleOptimizer):
         lay = self._layout(p, group)
         return f"{lay.stack} of {lay.m} x {lay.n}, scale {group['scale']}"
 
-    def _update_matrices(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
-        momentum = group["betas"][0]
-        shapes: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
-        for p, g in pairs:
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.zeros(())
-                state["momentum"] = torch.zeros(p.shape, dtype=torch.float32, device=g.device)
-            state["step"] += 1
-            buffer = state["momentum"].lerp_(g.float(), 1 - momentum)
-            u = torch.lerp(g.float(), buffer, momentum) if group["nesterov"] else buffer
+    def _prepare(self, group: dict[str, Any], p: Tensor, g: Tensor) -> Tensor:
+        """Momentum, elementwise (on each rank's own piece); returns what is orthogonalised."""
+        state, momentum = self.state[p], group["betas"][0]
+        if "momentum" not in state:
+            state["step"] = torch.zeros(())
+            state["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+        state["step"] += 1
+        g = g.float()
+        buffer = state["momentum"].lerp_(g, 1 - momentum)
+        return torch.lerp(g, buffer, momentum) if group["nesterov"] else buffer
+
+    def _update_matrices(
+        self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], sink: Sink
+    ) -> None:
+        shapes: dict[tuple, list[tuple[Tensor, Layout, Tensor]]] = {}
+        for p, u in pairs:
             lay = self._layout(p, group)
-            shapes.setdefault((lay.m, lay.n, g.device), []).append((p, lay.to_blocks(u)))
+            shapes.setdefault((lay.m, lay.n, u.device), []).append((p, lay, lay.to_blocks(u)))
         for (m, n, device), members in shapes.items():
             factor = scale_factor(group["scale"], m, n)
-            limit = max(1, 2**20 // (4 * m * n)) if device.type == "cpu" else len(members)
+            limit = max(1, CHUNK_BYTES // (4 * m * n)) if device.type == "cpu" else len(members)
             for i in range(0, len(members), limit):
                 part = members[i : i + limit]
-                joined = torch.cat([u for _, u in part]) if len(part) > 1 else part[0][1]
-                pieces = orthogonalize(joined, **self._settings).split([len(u) for _, u in part])
-                for (p, _), piece in zip(part, pieces, strict=True):
-                    update = self._layout(p, group).from_blocks(piece) * factor
-                    if self.collect_metrics:
-                        rms = float(update.square().mean().sqrt())
-                        self._metrics[f"update_rms/{self._names.get(p, '?')}"] = rms
-                    decay_and_subtract(p, update, float(group["lr"]), group["weight_decay"])
-
-    def _state_device(self, what: str, p: Tensor) -> torch.device:
-        matrix = what == "step" and "momentum" in self.state[p]
-        return torch.device("cpu") if matrix else super()._state_device(what, p)
-
-
+                joined = torch.cat([u for _, _, u in part]) if len(part) > 1 else part[0][2]
+                whole = orthogonalize(joined, **self._settings).mul_(factor)
+                pieces = whole.split([len(u) for _, _, u in part])
+                for (p, lay, _), piece in zip(part, pieces, strict=True):
+                    sink.take(p, lay.from_blocks(piece))

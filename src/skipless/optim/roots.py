@@ -1,11 +1,13 @@
-"""Eigenbases of symmetric positive factors: eigh, one QR power step, and clamped inverse roots.
+"""Eigenbases and inverse roots of symmetric positive factors, batched over blocks, in float32.
 
-All batched over leading blocks, float32, TF32 off. Read by whitening.py and reference.py.
+eigh and QR suit CPUs; on CUDA both are loops over the batch, so `newton_inverse_root` uses matmuls
+only. Read by sides.py and reference.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
@@ -34,7 +36,7 @@ def largest_amplification(dim: int) -> int:
 def sorted_eigh(s: Tensor) -> tuple[Tensor, Tensor]:
     """(eigenvalues descending [K, d], eigenvectors as columns [K, d, d]) of symmetric s [K, d, d].
 
-    Falls back to float64 and then to a diagonal basis for blocks on which LAPACK fails.
+    Where LAPACK fails to converge in float32 the work is done again in float64.
     """
     try:
         values, vectors = torch.linalg.eigh(s)
@@ -42,11 +44,6 @@ def sorted_eigh(s: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(s.double().cpu())
         values, vectors = (x.to(s.device, s.dtype) for x in (values, vectors))
     return values.flip(-1), vectors.flip(-1)
-
-
-def power_step(s: Tensor) -> Tensor:
-    """Q of qr(S): in the rotated frame of whitening.py this is O1 step 7 (S Q = Q S~)."""
-    return torch.linalg.qr(s).Q
 
 
 def inverse_power(
@@ -58,8 +55,44 @@ def inverse_power(
     scales with the factor; blocks whose factor is zero give 0. `true_dim` leaves padding out of
     the mean.
     """
-    mean = eigenvalues.clamp(min=0).sum(-1, keepdim=True) / true_dim
+    positive = eigenvalues.clamp(min=0)
+    mean = positive.sum(-1, keepdim=True) / true_dim
     ceiling = largest_amplification(eigenvalues.shape[-1])
-    damped = (eigenvalues + eps * mean).clamp(min=0)
-    damped = torch.maximum(damped, mean / ceiling**2)
-    return torch.where(mean > 0, damped.clamp(min=torch.finfo(damped.dtype).tiny) ** -power, 0.0)
+    damped = torch.maximum(positive + eps * mean if eps else positive, mean / ceiling**2)
+    root = damped.rsqrt() if power == 0.5 else damped**-power
+    return root.masked_fill_(mean <= 0, 0.0)
+
+
+def newton_inverse_root(s: Tensor, *, power: float, eps: float, steps: int = 40) -> Tensor:
+    """s^-1/2 or s^-1/4 of symmetric positive s [K, d, d] by coupled Newton-Schulz: matmuls only.
+
+    The ridge is (eps + 1/ceiling^2) * mean eigenvalue, which bounds the condition as the clamp of
+    `inverse_power` does. A zero block gives zero. Stops when all blocks have converged to float32.
+    Raises ValueError for a power other than 1/2 and 1/4.
+    """
+    if power not in (0.5, 0.25):
+        raise ValueError(f"power is {power}; 0.5 or 0.25 was expected")
+    dim = s.shape[-1]
+    mean = s.diagonal(dim1=-2, dim2=-1).mean(-1).view(-1, 1, 1)
+    eye = torch.eye(dim, dtype=s.dtype, device=s.device)
+    ridge = (eps + largest_amplification(dim) ** -2) * mean
+    safe = torch.where(mean > 0, s + ridge * eye, eye)
+    root, inverse = _coupled(safe, eye, steps)
+    if power == 0.25:
+        inverse = _coupled((root + root.mT) / 2, eye, steps)[1]
+    return torch.where(mean > 0, (inverse + inverse.mT) / 2, 0.0)
+
+
+def _coupled(s: Tensor, eye: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """(s^1/2, s^-1/2): Y <- Y (3I - ZY)/2, Z <- (3I - ZY) Z/2 from Y = s/c, Z = I."""
+    # The largest absolute row sum bounds the largest eigenvalue, often far below the trace.
+    c = s.abs().sum(-1).amax(-1).view(-1, 1, 1)
+    y, z = s / c, eye.expand_as(s)
+    tolerance = 2e-6 * math.sqrt(s.shape[-1])
+    for _ in range(steps):
+        residual = eye - z @ y
+        if residual.square().sum((-2, -1)).amax().sqrt() < tolerance * math.sqrt(s.shape[-1]):
+            break
+        half = eye + residual / 2
+        y, z = y @ half, half @ z
+    return y * c.sqrt(), z / c.sqrt()

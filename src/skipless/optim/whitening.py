@@ -10,15 +10,16 @@ One step with gradient G:
     2. M~ <- b1 M~ + (1-b1) P
     3. U~ = M~ / sqrt(l_L l_R^T), l = diag of the OLD factor; U = Q_L U~ Q_R^T    two products
     4. W <- (W - lr U)(1 - lr decay)
-    5. L~ <- b2 L~ + (1-b2)/n C C^T, C = P / sqrt(l_R); R~ likewise             two products
+    5. L~ <- b2 L~ + (1-b2)/n C C^T, C = P / sqrt(l_R); R~ likewise    two half products
     6. nothing: diag(L~) IS the eigenvalue average of O1 step 6, since
        (C C^T)_ii / n = mean_j P_ij^2 / l_R,j
     7. every `refresh_every` steps, for each block at its own phase so that no step is a spike:
        Qd = qr(L~).Q, Q_L <- Q_L Qd, L~ <- Qd^T L~ Qd, M~ <- Qd^T M~; the right side likewise.
+       Every 16th refresh rounding is taken out of the basis by one Newton-Schulz step.
        As L Q_L = Q_L L~, qr(L Q_L) = Q_L qr(L~): this is O1 step 7 in the rotated frame.
 
-What the frame buys: six matmuls a step where O1 in the original frame takes ten, five tensors
-instead of six (the eigenvalue averages are a diagonal), and G R^-1 G^T needs no inverse.
+What the frame buys: about six matmuls a step where O1 in the original frame takes fourteen, the
+eigenvalue averages for nothing, and G R^-1 G^T without an inverse.
 
 How it differs from O1 (which `reference=True` runs literally, reference.py):
     * start: Q = I and L = R = rms(first G) * I, so l_L l_R is the mean square of the first gradient
@@ -35,50 +36,49 @@ V is carried over by squared entries, V <- (Qd o Qd)^T V: exact for a permutatio
 an implementation that re-sorts columns but not V ties V to wrong directions. KL-SOAP: the same tail
 on KL factors. Shampoo: raw factors, U~ = M~ / (l_L l_R^T)^(1/4), factors divided by n and m so that
 white noise gives updates of unit RMS.
+
+root="newton" (the default of KL-Shampoo and Shampoo on CUDA, where eigh and qr are loops over the
+batch) keeps L, R in the original frame with cached inverse roots L^-1/2, R^-1/2 from matmuls alone;
+steps 2-5 are the same formulas with those roots, and step 6 is given up: eigenvalues change only at
+refreshes. Sides that are too wide: sides.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice
-from skipless.optim.base import RoleOptimizer
-from skipless.optim.blocks import Layout
+from skipless.optim.base import RoleOptimizer, Sink
+from skipless.optim.buckets import Bucket, SideChoice, per_block, true_counts
 from skipless.optim.reference import reference_update
-from skipless.optim.roots import full_precision, inverse_power, power_step, sorted_eigh
-from skipless.optim.sharding import decay_and_subtract, local
+from skipless.optim.roots import full_precision
+from skipless.optim.sharding import local
+from skipless.optim.sides import FullSide
 
-CHUNK_BYTES = 2**20  # a chunk's gradient; its eight temporaries then stay in a 16 MiB cache
-
-
-@dataclass
-class Bucket:
-    """Blocks of one shape, stacked over parameters. `buffers` hold the state, [K, ...] each."""
-
-    params: list[Tensor]
-    layouts: list[Layout]
-    starts: list[int] = field(default_factory=list)
-    """First block of each parameter; one more entry ends the last."""
-    phases: list[int] = field(default_factory=list)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+ROOTS = ("auto", "eigh", "qr", "newton")
+ORTHONORMALIZE_EVERY = 16  # refreshes; a float32 basis drifts by about 1e-7 a refresh
 
 
 class Whitening(RoleOptimizer):
     """The engine. Use KLShampoo, KLSOAP, SOAP or Shampoo.
 
-    `params`: a model (routed by role), named parameters, parameters or groups. `block_size` None
-    means whole matrices. `eps`: ridge relative to the mean eigenvalue (for the SOAP forms, Adam's
-    eps). `update_rms`: rescale each matrix's update to this root mean square. `root`: how bases are
-    refreshed, "qr" (one power step; "auto" means qr) or "eigh" (exact). `reference=True`
-    runs O1 literally (KL-Shampoo only), with `start` "published" unless "gradient" is asked for.
-    `split`: {part of a name: n} cuts fused rows (QKV) into n matrices first. `adamw_*`, `gain_*`:
-    the AdamW part. Raises UserError for values out of range.
+    `params`: a model (routed by role), named parameters, parameters or groups.
+    `block_size`: None means whole matrices. `refresh_every`: steps between refreshes of a block.
+    `root`: "qr" (a power step), "eigh" (exact), "newton" (matmuls only, no eigenvectors), or
+    "auto": newton on CUDA where it applies, else qr.
+    `eps`: ridge relative to the mean eigenvalue; in the SOAP forms Adam's eps.
+    `update_rms`: rescale each matrix's update to this root mean square (0.2 matches AdamW's).
+    `reference=True`: O1 literally (KL-Shampoo only), `start` "published" unless "gradient" is set.
+    `max_side`, `wide`, `rank`: a side longer than max_side is "diagonal", "low_rank" (top `rank`
+    eigenpairs) or "identity". `one_sided`: whiten the shorter side of each block only.
+    `momentum_dtype`: torch.bfloat16 halves the momentum. `split`: {part of a name: n} cuts fused
+    rows (QKV) into n matrices first. `adamw_*`, `gain_*`: the AdamW part.
+    Raises UserError for values out of range.
     """
 
     algorithm = "kl_shampoo"
@@ -101,22 +101,33 @@ class Whitening(RoleOptimizer):
         update_rms: float | None = None,
         reference: bool = False,
         start: str | None = None,
+        max_side: int = 4096,
+        wide: str = "diagonal",
+        rank: int = 64,
+        one_sided: bool = False,
+        momentum_dtype: torch.dtype = torch.float32,
         **routing: Any,
     ) -> None:
-        check_choice("root", root, ("auto", "eigh", "qr"))
+        check_choice("root", root, ROOTS)
+        check_choice("wide", wide, ("diagonal", "low_rank", "identity"))
         start = start or ("published" if reference else "gradient")
         check_choice("start", start, ("gradient", "published"))
         if reference and self.algorithm != "kl_shampoo":
             raise UserError(f"reference=True is KL-Shampoo's; {self.algorithm} has no such mode")
         if start == "published" and not reference:
             raise UserError("start='published' goes with reference=True; use start='gradient'")
+        if root == "newton" and self.tail == "adam":
+            raise UserError(f"{self.algorithm} needs eigenvectors; use root 'qr' or 'eigh'")
         if refresh_every < 1:
             raise UserError(f"refresh_every is {refresh_every}; at least 1 was expected")
         if update_rms is not None and not update_rms > 0:
             raise UserError(f"update_rms is {update_rms}; it must be positive, or None")
-        self._reference = reference
-        self._start = start
-        self._root = "qr" if root == "auto" else root
+        self._reference, self._start, self._root = reference, start, root
+        self._momentum_dtype = momentum_dtype
+        self._sides = {
+            "max_side": max_side, "wide": wide, "rank": rank, "one_sided": one_sided,
+            "rotation_only": self.tail == "adam" and self.factors == "raw",
+        }  # fmt: skip
         self._buckets: dict[int, list[Bucket]] = {}
         super().__init__(
             params,
@@ -132,11 +143,18 @@ class Whitening(RoleOptimizer):
     def _state_replaced(self) -> None:
         self._buckets = {}
 
+    def _choice(self, device: torch.device) -> SideChoice:
+        newton = self._root == "newton" or (
+            self._root == "auto" and device.type == "cuda" and self.tail == "whiten"
+        )
+        return SideChoice(newton=newton, **self._sides)
+
     def _describe_one(self, p: Tensor, group: dict[str, Any]) -> str:
         lay = self._layout(p, group)
-        return f"{lay.num_blocks} blocks of {lay.bm} x {lay.bn}"
-
-    # ---- buckets ----------------------------------------------------------------------------
+        if self._reference:
+            return f"{lay.stack} whole, {lay.m} x {lay.n}, as published"
+        left, right = self._choice(local(p).device).sides(*lay.block_shape)
+        return f"{lay.num_blocks} of {lay.bm} x {lay.bn}, {left.kind} x {right.kind}"
 
     def _group_buckets(self, group: dict[str, Any], ready: set[Tensor]) -> list[Bucket]:
         """Buckets that hold every parameter with state or a gradient; rebuilt when one is new."""
@@ -146,226 +164,189 @@ class Whitening(RoleOptimizer):
             return buckets
         shapes: dict[tuple, Bucket] = {}
         for p in group["params"]:
-            if p not in ready and not self.state.get(p):
+            if p not in ready and "momentum" not in self.state.get(p, {}):
                 continue
-            layout = self._layout(p, group)
-            bucket = shapes.setdefault((layout.block_shape, local(p).device), Bucket([], []))
-            bucket.params.append(p)
-            bucket.layouts.append(layout)
-        for bucket in shapes.values():
-            self._allocate(bucket, group)
+            layout, device = self._layout(p, group), local(p).device
+            place = (layout.block_shape, device)
+            if place not in shapes:
+                shapes[place] = Bucket(*self._choice(device).sides(*layout.block_shape))
+            shapes[place].params.append(p)
+            shapes[place].layouts.append(layout)
+        for (_, device), bucket in shapes.items():
+            bucket.allocate(
+                self.state, device, second=self.tail == "adam",
+                momentum_dtype=self._momentum_dtype,
+            )  # fmt: skip
         self._buckets[key] = list(shapes.values())
         return self._buckets[key]
 
-    def _allocate(self, bucket: Bucket, group: dict[str, Any]) -> None:
-        """Stack the members' state; every state tensor becomes a view of its stack."""
-        bm, bn = bucket.layouts[0].block_shape
-        bucket.starts = [0]
-        for layout in bucket.layouts:
-            bucket.starts.append(bucket.starts[-1] + layout.num_blocks)
-        total = bucket.starts[-1]
-        bucket.phases = [k % group["refresh_every"] for k in range(total)]
-        shapes = {
-            "left": (bm, bm), "right": (bn, bn), "left_basis": (bm, bm), "right_basis": (bn, bn),
-            "momentum": (bm, bn),
-        }  # fmt: skip
-        if self.tail == "adam":
-            shapes["second"] = (bm, bn)
-        device = local(bucket.params[0]).device
-        for what, shape in shapes.items():
-            stacked = torch.zeros(total, *shape, dtype=torch.float32, device=device)
-            if what.endswith("basis"):
-                stacked.diagonal(dim1=-2, dim2=-1).fill_(1)
-            for i, p in enumerate(bucket.params):
-                piece = stacked[bucket.starts[i] : bucket.starts[i + 1]]
-                state = self.state[p]
-                if what in state:
-                    piece.copy_(state[what])
-                state[what] = piece
-                state.setdefault("step", torch.zeros((), dtype=torch.float32))
-            bucket.buffers[what] = stacked
-
-    def _state_device(self, what: str, p: Tensor) -> torch.device:
-        if what == "step" and "momentum" in self.state[p]:
-            return torch.device("cpu")
-        return super()._state_device(what, p)
+    def _note_preconditioner(self, p: Tensor, group: dict[str, Any]) -> dict[str, float]:
+        """Age of the oldest block's basis in steps, and the range of eigenvalue estimates."""
+        state = self.state[p]
+        if self._reference or not state or state["step"] == 0:
+            return {}
+        every, t = group["refresh_every"], int(state["step"])
+        numbers = {"preconditioner_age": float(min(t, every - 1))}
+        for side in self._choice(local(p).device).sides(*self._layout(p, group).block_shape):
+            values = side.eigenvalues(state)
+            if values is not None:
+                low, high = values.clamp(min=0).amin(-1), values.amax(-1)
+                numbers[f"{side.name}_smallest"] = float(low.min())
+                numbers[f"{side.name}_largest"] = float(high.max())
+                numbers[f"{side.name}_condition"] = float((high / low.clamp(min=1e-38)).max())
+        return numbers
 
     # ---- the step ---------------------------------------------------------------------------
 
-    def _update_matrices(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _update_matrices(
+        self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], sink: Sink
+    ) -> None:
         with full_precision():
             if self._reference:
                 for p, g in pairs:
-                    update = reference_update(
-                        self.state[p], g.reshape(self._layout(p, group).shape), group, self._start
-                    )
+                    g = g.reshape(self._layout(p, group).shape)
+                    update = reference_update(self.state[p], g, group, self._start)
                     if update is not None:
-                        self._apply(p, update, group)
+                        sink.take(p, update * _rms_scale(update, group["update_rms"]))
                 return
             gradients = dict(pairs)
             for bucket in self._group_buckets(group, set(gradients)):
-                for first, last in _chunks(bucket, gradients):
-                    self._step_chunk(bucket, first, last, gradients, group)
-                self._refresh(bucket, gradients, group)
+                steps: dict[Tensor, int] = {}
+                for first, last in bucket.chunks(gradients):
+                    self._step_chunk(bucket, first, last, gradients, group, steps, sink)
+                self._refresh(bucket, gradients, group, steps)
 
-    def _apply(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-        if group["update_rms"] is not None:
-            rms = update.square().mean().sqrt()
-            update = update * (group["update_rms"] / rms.clamp(min=1e-30))
-        if self.collect_metrics:
-            self._note(p, update, group)
-        decay_and_subtract(p, update.to(local(p).device), float(group["lr"]), group["weight_decay"])
-
-    def _step_chunk(self, bucket: Bucket, first: int, last: int, gradients, group) -> None:
+    def _step_chunk(self, bucket: Bucket, first, last, gradients, group, steps, sink) -> None:
         """Steps 1-5 for the parameters first..last-1 of a bucket."""
-        i, j = bucket.starts[first], bucket.starts[last]
-        members = range(first, last)
-        layouts = [bucket.layouts[k] for k in members]
-        blocks = [bucket.layouts[k].to_blocks(gradients[bucket.params[k]]) for k in members]
+        members, layouts = bucket.params[first:last], bucket.layouts[first:last]
+        blocks = [lay.to_blocks(gradients[p]) for lay, p in zip(layouts, members, strict=True)]
         g = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        b = {what: buffer[i:j] for what, buffer in bucket.buffers.items()}
-        rows, cols = _counts(layouts, g)
-        steps = [self.state[bucket.params[k]]["step"] for k in members]
-        fresh = [k for k, s in zip(members, steps, strict=True) if s.item() == 0]
-        if fresh:
-            self._begin(bucket, fresh, gradients)
-        for s in steps:
-            s += 1
+        s, left, right = bucket.slice(first, last), bucket.left, bucket.right
+        for k, p in enumerate(members):
+            step = self.state[p]["step"]
+            if step == 0 and not self._begin(bucket, first + k, blocks[k]):
+                steps[p] = 0
+                continue  # an all-zero first gradient says nothing about the scale
+            steps[p] = int(step.add_(1))
         b1, b2 = group["betas"]
-        bias1 = _per_block([1 - b1 ** s.item() for s in steps], layouts, g)
-        bias2 = _per_block([1 - b2 ** s.item() for s in steps], layouts, g)
+        rows, cols = true_counts(layouts, g)
+        times = [max(steps[p], 1) for p in members]
 
-        p = b["left_basis"].mT @ g @ b["right_basis"]
-        b["momentum"].lerp_(p, 1 - b1)
-        left = b["left"].diagonal(dim1=-2, dim2=-1)
-        right = b["right"].diagonal(dim1=-2, dim2=-1)
-        power = 0.5 if self.factors == "kl" else 0.25
-        scale_l = inverse_power(left, power=power, eps=group["eps"], true_dim=rows).unsqueeze(-1)
-        scale_r = inverse_power(right, power=power, eps=group["eps"], true_dim=cols).unsqueeze(-2)
+        p = right.enter(left.enter(g, s), s)
+        momentum = s["momentum"]
+        if momentum.dtype == torch.float32:
+            momentum.lerp_(p, 1 - b1)
+        else:
+            momentum.copy_(wide := momentum.float().lerp_(p, 1 - b1))
+            momentum = wide
+        power = self._power(bucket)
+        root_l = left.root(s, power, group["eps"], rows)
+        root_r = right.root(s, power, group["eps"], cols)
+        bias = per_block([1 / (1 - b1**t) for t in times], layouts, g)
         if self.tail == "adam":
-            b["second"].mul_(b2).addcmul_(p, p, value=1 - b2)
-            u = (b["momentum"] / bias1) / ((b["second"] / bias2).sqrt_() + group["eps"])
+            s["second"].mul_(b2).addcmul_(p, p, value=1 - b2)
+            bias2 = per_block([1 / (1 - b2**t) for t in times], layouts, g)
+            u = (momentum * bias).div_((s["second"] * bias2).sqrt_().add_(group["eps"]))
         else:
-            u = b["momentum"] * (scale_l / bias1) * scale_r
-        u = b["left_basis"] @ u @ b["right_basis"].mT
-        for lay, k in zip(layouts, members, strict=True):
-            piece = u[bucket.starts[k] - i : bucket.starts[k + 1] - i]
-            self._apply(bucket.params[k], lay.from_blocks(piece), group)
+            u = right.whiten(left.whiten(momentum, root_l, s), root_r, s)
+            u = u * bias if u is momentum else u.mul_(bias)
+        self._finish(bucket, first, last, u, s, group, sink)
 
-        n_root, m_root = _root(cols), _root(rows)
-        c_l = p * (scale_r / n_root) if self.factors == "kl" else p / n_root
-        c_r = p * (scale_l / m_root) if self.factors == "kl" else p / m_root
-        b["left"].baddbmm_(c_l, c_l.mT, beta=b2, alpha=1 - b2)
-        b["right"].baddbmm_(c_r.mT, c_r, beta=b2, alpha=1 - b2)
+        c_l, c_r = (right.whiten(p, root_r, s), left.whiten(p, root_l, s)) if (
+            self.factors == "kl") else (p, p)  # fmt: skip
+        weight_l = weight_r = 1 - b2
+        if isinstance(rows, Tensor):
+            c_l, c_r = c_l / cols.unsqueeze(-1).sqrt(), c_r / rows.unsqueeze(-1).sqrt()
+        else:
+            weight_l, weight_r = weight_l / cols, weight_r / rows
+        left.accumulate(c_l, s, b2, weight_l)
+        right.accumulate(c_r, s, b2, weight_r)
 
-    def _begin(self, bucket: Bucket, fresh: list[int], gradients) -> None:
-        """First gradient of some members: factors proportional to the identity. KL factors take
-        its RMS each (their product is then its mean square), raw ones its mean square."""
-        for k in fresh:
-            p, layout = bucket.params[k], bucket.layouts[k]
-            piece = slice(bucket.starts[k], bucket.starts[k + 1])
-            g = layout.to_blocks(gradients[p])
-            counts = torch.tensor(layout.rows) * torch.tensor(layout.cols)
-            square = g.square().sum((-2, -1)) / counts.to(g)
-            # A block without any gradient yet starts at its matrix's scale.
-            square = torch.where(square > 0, square, square.mean())
-            start = square.sqrt() if self.factors == "kl" else square
-            for what in ("left", "right"):
-                bucket.buffers[what][piece].diagonal(dim1=-2, dim2=-1).copy_(start.unsqueeze(-1))
+    def _finish(self, bucket: Bucket, first: int, last: int, u: Tensor, s, group, sink) -> None:
+        """Leave the frame and hand each parameter its update, in the last product if possible."""
+        offset = bucket.starts[first]
+        parts = [
+            (bucket.params[k], bucket.layouts[k],
+             slice(bucket.starts[k] - offset, bucket.starts[k + 1] - offset))
+            for k in range(first, last)
+        ]  # fmt: skip
+        if group["update_rms"] is not None:
+            # Turning does not change the norm, so it is known before the frame is left.
+            for _, lay, where in parts:
+                u[where] *= _rms_scale(u[where], group["update_rms"], math.prod(lay.shape))
+        half = bucket.left.leave(u, s)
+        basis = s.get("right_basis")
+        if basis is not None and all(sink.fuses(p) and not lay.padded for p, lay, _ in parts):
+            for p, lay, where in parts:
+                sink.product(p, lay, half[where], basis[where].mT)
+            return
+        whole = bucket.right.leave(half, s)
+        for p, lay, where in parts:
+            sink.take(p, lay.from_blocks(whole[where]))
 
-    def _refresh(self, bucket: Bucket, gradients, group: dict[str, Any]) -> None:
+    def _power(self, bucket: Bucket) -> float:
+        """Of each factor: 1/2 in KL, 1/4 for raw factors, 1/2 if only one side has a factor."""
+        both = all(side.kind != "identity" for side in bucket.sides)
+        return 0.25 if self.factors == "raw" and both else 0.5
+
+    def _begin(self, bucket: Bucket, k: int, g: Tensor) -> bool:
+        """First gradient of parameter k: factors proportional to the identity, whose product is
+        its mean square by block. False if it is all zero."""
+        layout = bucket.layouts[k]
+        counts = torch.tensor(layout.rows) * torch.tensor(layout.cols)
+        square = g.square().sum((-2, -1)) / counts.to(g)
+        if not square.sum() > 0:
+            return False
+        # A block without any gradient yet starts at its matrix's scale.
+        square = torch.where(square > 0, square, square.mean())
+        both = all(side.kind != "identity" for side in bucket.sides)
+        start = square.sqrt() if self.factors == "kl" and both else square
+        for side in bucket.sides:
+            side.begin(bucket.slice(k, k + 1), start, self._power(bucket))
+        return True
+
+    def _refresh(self, bucket: Bucket, gradients, group: dict[str, Any], steps) -> None:
         """Step 7 for the blocks whose turn it is."""
-        every = group["refresh_every"]
-        power, exact = [], []
-        for k, p in enumerate(bucket.params):
-            if p not in gradients:
+        every, b, power = group["refresh_every"], bucket.buffers, self._power(bucket)
+        device = b["momentum"].device
+        due = list(bucket.due([p for p in gradients if steps.get(p)], steps, every))
+        exact = [k for k, t in due if t <= every or self._root == "eigh"]
+        again = [k for k, t in due if not (t <= every or self._root == "eigh")]
+        for blocks, is_exact in ((exact, True), (again, False)):
+            if not blocks:
                 continue
-            t = int(self.state[p]["step"].item())
-            for block in range(bucket.starts[k], bucket.starts[k + 1]):
-                if (t + bucket.phases[block]) % every == 0:
-                    first_time = t <= every or self._root == "eigh"
-                    (exact if first_time else power).append(block)
-        b = bucket.buffers
-        for indices, is_exact in ((power, False), (exact, True)):
-            if not indices:
-                continue
-            index = torch.tensor(indices, device=b["left"].device)
-            if self.factors == "kl":
-                _rebalance(b, index)
-            for side in ("left", "right"):
-                _turn(b, index, side, is_exact)
+            index = torch.tensor(blocks, device=device)
+            self._rebalance(bucket, index, power)
+            for side in bucket.sides:
+                turn = side.refresh(b, index, is_exact, power, group["eps"])
+                for what in ("momentum", "second") if turn is not None else ():
+                    if what in b:
+                        by = turn.square() if what == "second" else turn
+                        old = b[what][index].float()
+                        new = by.mT @ old if side.is_left else old @ by
+                        b[what][index] = new.to(b[what].dtype)
+        worn = [k for k, t in due if (t // every) % ORTHONORMALIZE_EVERY == 0]
+        if worn:
+            for side in bucket.sides:
+                if isinstance(side, FullSide):
+                    side.orthonormalize(b, torch.tensor(worn, device=device))
 
-    def _note(self, p: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-        name = self._names.get(p, "?")
-        self._metrics[f"update_rms/{name}"] = float(update.square().mean().sqrt())
-
-
-def _turn(b: dict[str, Tensor], index: Tensor, side: str, exact: bool) -> None:
-    """Rotate one side of some blocks to a better eigenbasis."""
-    factor = b[side][index]
-    factor = (factor + factor.mT) / 2
-    turn = sorted_eigh(factor)[1] if exact else power_step(factor)
-    b[side][index] = turn.mT @ factor @ turn
-    b[f"{side}_basis"][index] = b[f"{side}_basis"][index] @ turn
-    for what in ("momentum", "second"):
-        if what not in b:
-            continue
-        by = turn.square() if what == "second" else turn
-        old = b[what][index]
-        b[what][index] = by.mT @ old if side == "left" else old @ by
+    def _rebalance(self, bucket: Bucket, index: Tensor, power: float) -> None:
+        """Give both KL factors the same mean eigenvalue: (cL, R/c) is the same preconditioner."""
+        left, right = (side.mean(bucket.buffers, index) for side in bucket.sides)
+        if self.factors != "kl" or left is None or right is None:
+            return
+        fine = (left > 0) & (right > 0)
+        c = torch.where(fine, (right / left).sqrt(), 1.0)
+        bucket.left.rescale(bucket.buffers, index, c, power)
+        bucket.right.rescale(bucket.buffers, index, 1 / c, power)
 
 
-def _rebalance(b: dict[str, Tensor], index: Tensor) -> None:
-    """Give both factors of some blocks the same mean eigenvalue: (cL, R/c) is the same."""
-    left, right = b["left"][index], b["right"][index]
-    mean_l = left.diagonal(dim1=-2, dim2=-1).mean(-1)
-    mean_r = right.diagonal(dim1=-2, dim2=-1).mean(-1)
-    fine = (mean_l > 0) & (mean_r > 0)
-    c = torch.where(fine, (mean_r / mean_l).sqrt(), 1.0).view(-1, 1, 1)
-    b["left"][index] = left * c
-    b["right"][index] = right / c
-
-
-def _chunks(bucket: Bucket, gradients: dict[Tensor, Tensor]) -> list[tuple[int, int]]:
-    """Runs of neighbouring parameters that have a gradient, small enough for the cache."""
-    bm, bn = bucket.layouts[0].block_shape
-    on_cpu = bucket.buffers["left"].device.type == "cpu"
-    limit = max(1, CHUNK_BYTES // (4 * bm * bn)) if on_cpu else math.inf
-    runs: list[tuple[int, int]] = []
-    for k, p in enumerate(bucket.params):
-        if p not in gradients:
-            continue
-        joins = (
-            runs
-            and runs[-1][1] == k
-            and bucket.starts[k + 1] - bucket.starts[runs[-1][0]] <= limit
-        )
-        if joins:
-            runs[-1] = (runs[-1][0], k + 1)
-        else:
-            runs.append((k, k + 1))
-    return runs
-
-
-def _counts(layouts: list[Layout], like: Tensor) -> tuple[Any, Any]:
-    """True rows and columns: plain numbers where nothing is padded, else [K, 1]."""
-    if not any(lay.padded for lay in layouts):
-        return layouts[0].bm, layouts[0].bn
-    rows = [r for lay in layouts for r in lay.rows]
-    cols = [c for lay in layouts for c in lay.cols]
-    return tuple(torch.tensor(x, device=like.device).unsqueeze(-1) for x in (rows, cols))
-
-
-def _root(count: Any) -> Any:
-    return count.unsqueeze(-1).sqrt() if isinstance(count, Tensor) else math.sqrt(count)
-
-
-def _per_block(values: list[float], layouts: list[Layout], like: Tensor) -> Any:
-    """One number a parameter to a number, or to [K, 1, 1] where they differ."""
-    if len(set(values)) == 1:
-        return values[0]
-    spread = [v for v, lay in zip(values, layouts, strict=True) for _ in range(lay.num_blocks)]
-    return torch.tensor(spread, device=like.device, dtype=like.dtype).view(-1, 1, 1)
+def _rms_scale(u: Tensor, target: float | None, count: int | None = None) -> Any:
+    """Factor that brings the root mean square of u over `count` entries to `target`."""
+    if target is None:
+        return 1.0
+    return target / (u.square().sum() / (count or u.numel())).sqrt().clamp(min=1e-30)
 
 
 class KLShampoo(Whitening):

@@ -1,0 +1,287 @@
+"""The two sides of a matrix block: how each keeps, applies and refreshes its factor.
+
+A block G (m x n) has a left side of m rows and a right side of n columns. A side keeps a factor
+(O1's L or R) in one of these forms:
+
+    FullSide      factor in its own eigenbasis, and the basis: "left" [d, d], "left_basis" [d, d]
+    NewtonSide    factor and its inverse root, no eigenvectors: "left" [d, d], "left_root" [d, d]
+    DiagonalSide  a vector [d]: for sides too wide for a matrix
+    LowRankSide   top eigenvectors [d, k], their values [k] and one value for all the rest
+    IdentitySide  nothing: the side is not whitened
+
+Legend: K blocks, d this side's length, x and c [K, m, n]. Tensors of K blocks come in the dict `s`.
+Only the lower triangle of a factor is kept up to date (half the products); `symmetric` fills it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipless.optim.roots import inverse_power, newton_inverse_root, sorted_eigh
+
+State = dict[str, Tensor]
+STRIP = 64  # rows a strip of the triangular product; smaller strips lose more than they save
+
+
+def symmetric(factor: Tensor) -> Tensor:
+    """The whole symmetric matrix from its lower triangle."""
+    lower = factor.tril()
+    return lower + lower.tril(-1).mT
+
+
+class IdentitySide:
+    """No factor: nothing is whitened on this side. Base of the others."""
+
+    kind = "identity"
+
+    def __init__(self, name: str, dim: int) -> None:
+        self.name, self.dim, self.is_left = name, dim, name == "left"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """State tensors of one block by name."""
+        return {}
+
+    def begin(self, s: State, value: Tensor, power: float) -> None:
+        """Start at value [K] times the identity."""
+
+    def enter(self, x: Tensor, s: State) -> Tensor:
+        """x in this side's frame."""
+        return x
+
+    def leave(self, x: Tensor, s: State) -> Tensor:
+        """The inverse of `enter`."""
+        return x
+
+    def root(self, s: State, power: float, eps: float, true_dim: Any) -> Any:
+        """What `whiten` needs, computed once a step."""
+        return None
+
+    def whiten(self, x: Tensor, root: Any, s: State) -> Tensor:
+        """factor^-power applied to x, in the frame. A new tensor, or x itself."""
+        return x
+
+    def accumulate(self, c: Tensor, s: State, decay: float, weight: float) -> None:
+        """factor <- decay factor + weight c c^T (left), c^T c (right)."""
+
+    def refresh(self, b: State, index: Tensor, exact: bool, power: float, eps: float):
+        """Renew basis or root of some blocks; returns the turn [k, d, d] of the frame, or None."""
+        return None
+
+    def mean(self, b: State, index: Tensor) -> Tensor | None:
+        """Mean eigenvalue [k], None where there is no factor."""
+        return None
+
+    def rescale(self, b: State, index: Tensor, by: Tensor, power: float) -> None:
+        """factor <- by [k] * factor."""
+
+    def eigenvalues(self, s: State) -> Tensor | None:
+        """Current eigenvalue estimates [K, d], for reports."""
+        return None
+
+    def _along(self, vector: Tensor) -> Tensor:
+        """[K, d] to a multiplier of x."""
+        return vector.unsqueeze(-1) if self.is_left else vector.unsqueeze(-2)
+
+
+class DiagonalSide(IdentitySide):
+    """One value a row (or column)."""
+
+    kind = "diagonal"
+
+    def shapes(self):
+        return {self.name: (self.dim,)}
+
+    def begin(self, s, value, power):
+        s[self.name].copy_(value.unsqueeze(-1))
+
+    def root(self, s, power, eps, true_dim):
+        return self._along(
+            inverse_power(self.eigenvalues(s), power=power, eps=eps, true_dim=true_dim)
+        )
+
+    def whiten(self, x, root, s):
+        return x * root
+
+    def accumulate(self, c, s, decay, weight):
+        along = -1 if self.is_left else -2
+        s[self.name].mul_(decay).add_(c.square().sum(along), alpha=weight)
+
+    def mean(self, b, index):
+        return b[self.name][index].mean(-1)
+
+    def rescale(self, b, index, by, power):
+        b[self.name][index] *= by.view(-1, *[1] * (b[self.name].ndim - 1))
+
+    def eigenvalues(self, s):
+        return s[self.name]
+
+
+class FullSide(DiagonalSide):
+    """The factor in its own eigenbasis: its diagonal is the eigenvalue estimate."""
+
+    kind = "full"
+
+    def shapes(self):
+        return {self.name: (self.dim, self.dim), f"{self.name}_basis": (self.dim, self.dim)}
+
+    def begin(self, s, value, power):
+        s[self.name].zero_()
+        self.eigenvalues(s).copy_(value.unsqueeze(-1))
+
+    def enter(self, x, s):
+        basis = s[f"{self.name}_basis"]
+        return basis.mT @ x if self.is_left else x @ basis
+
+    def leave(self, x, s):
+        basis = s[f"{self.name}_basis"]
+        return basis @ x if self.is_left else x @ basis.mT
+
+    def accumulate(self, c, s, decay, weight):
+        add_gram(s[self.name], c if self.is_left else c.mT, decay, weight)
+
+    def refresh(self, b, index, exact, power, eps):
+        """One power step (O1 step 7: L Q = Q L~, so qr(L Q) = Q qr(L~)), or exact eigenvectors."""
+        factor, basis = symmetric(b[self.name][index]), f"{self.name}_basis"
+        if exact:
+            turn = sorted_eigh(factor)[1].contiguous()
+            turned = turn.mT @ factor @ turn
+        else:
+            turn, upper = torch.linalg.qr(factor)
+            turned = upper @ turn  # turn^T factor turn, since factor = turn upper
+        b[self.name][index] = turned
+        b[basis][index] = b[basis][index] @ turn
+        return turn
+
+    def orthonormalize(self, b: State, index: Tensor) -> None:
+        """One Newton-Schulz step: takes the rounding of many turns out of the basis."""
+        q = b[f"{self.name}_basis"][index]
+        b[f"{self.name}_basis"][index] = torch.baddbmm(q, q, q.mT @ q, beta=1.5, alpha=-0.5)
+
+    def mean(self, b, index):
+        return self.eigenvalues(b)[index].mean(-1)
+
+    def eigenvalues(self, s):
+        return s[self.name].diagonal(dim1=-2, dim2=-1)
+
+
+class NewtonSide(FullSide):
+    """The factor as it is, and its inverse root from matmuls alone."""
+
+    kind = "newton"
+
+    def shapes(self):
+        return {self.name: (self.dim, self.dim), f"{self.name}_root": (self.dim, self.dim)}
+
+    def begin(self, s, value, power):
+        super().begin(s, value, power)
+        root = s[f"{self.name}_root"].zero_().diagonal(dim1=-2, dim2=-1)
+        root.copy_(torch.where(value > 0, value**-power, 0.0).unsqueeze(-1))
+
+    def enter(self, x, s):
+        return x
+
+    def leave(self, x, s):
+        return x
+
+    def root(self, s, power, eps, true_dim):
+        return None
+
+    def whiten(self, x, root, s):
+        inverse = s[f"{self.name}_root"]
+        return inverse @ x if self.is_left else x @ inverse
+
+    def refresh(self, b, index, exact, power, eps):
+        b[f"{self.name}_root"][index] = newton_inverse_root(
+            symmetric(b[self.name][index]), power=power, eps=eps
+        )
+
+    def orthonormalize(self, b, index):
+        """Nothing to do: there is no basis."""
+
+    def rescale(self, b, index, by, power):
+        super().rescale(b, index, by, power)
+        b[f"{self.name}_root"][index] *= (by**-power).view(-1, 1, 1)
+
+
+class LowRankSide(IdentitySide):
+    """Top-k eigenpairs followed by one power step each time; the rest is isotropic."""
+
+    kind = "low_rank"
+
+    def __init__(self, name: str, dim: int, rank: int) -> None:
+        super().__init__(name, dim)
+        self.rank = min(rank, dim)
+
+    def shapes(self):
+        return {
+            f"{self.name}_vectors": (self.dim, self.rank),
+            f"{self.name}_values": (self.rank + 1,),
+        }
+
+    def begin(self, s, value, power):
+        s[f"{self.name}_values"].copy_(value.unsqueeze(-1))
+        s[f"{self.name}_vectors"].zero_().diagonal(dim1=-2, dim2=-1).fill_(1)
+
+    def root(self, s, power, eps, true_dim):
+        values = s[f"{self.name}_values"].clamp(min=0)
+        largest = values.amax(-1, keepdim=True)
+        rest = values[:, -1:]
+        # The mean over all d eigenvalues sets ridge and clamp, as for whole factors.
+        mean = (values.sum(-1, keepdim=True) + (self.dim - self.rank - 1) * rest) / self.dim
+        floor = torch.maximum(mean / max(10, min(self.dim, 4000)) ** 2, largest * 1e-12)
+        root = torch.maximum(values + eps * mean, floor) ** -power
+        return root.masked_fill_(mean <= 0, 0.0)
+
+    def whiten(self, x, root, s):
+        v, rest = s[f"{self.name}_vectors"], root[:, -1:].unsqueeze(-1)
+        extra = root[:, :-1] - root[:, -1:]
+        if self.is_left:
+            return rest * x + v @ (extra.unsqueeze(-1) * (v.mT @ x))
+        return rest * x + ((x @ v) * extra.unsqueeze(-2)) @ v.mT
+
+    def accumulate(self, c, s, decay, weight):
+        v, values = s[f"{self.name}_vectors"], s[f"{self.name}_values"]
+        c = c if self.is_left else c.mT  # [K, d, other]
+        number = max(self.dim - self.rank, 1)
+        trace = decay * (values[:, :-1].sum(-1) + number * values[:, -1])
+        trace = trace + weight * c.square().sum((-2, -1))
+        rest = values[:, -1:].unsqueeze(-2)
+        image = decay * v * values[:, None, :-1] + weight * (c @ (c.mT @ v))
+        new = torch.linalg.qr(image).Q
+        overlap = v.mT @ new
+        old = (overlap.square() * (values[:, :-1] - values[:, -1:]).unsqueeze(-1)).sum(-2)
+        kept = decay * (old + rest.squeeze(-2)) + weight * (c.mT @ new).square().sum(-2)
+        v.copy_(new)
+        values[:, :-1] = kept
+        values[:, -1] = ((trace - kept.sum(-1)) / number).clamp(min=0)
+
+    def mean(self, b, index):
+        values = b[f"{self.name}_values"][index]
+        rest = (self.dim - self.rank) * values[:, -1]
+        return (values[:, :-1].sum(-1) + rest) / self.dim
+
+    def rescale(self, b, index, by, power):
+        b[f"{self.name}_values"][index] *= by.unsqueeze(-1)
+
+    def eigenvalues(self, s):
+        return s[f"{self.name}_values"]
+
+
+def add_gram(factor: Tensor, c: Tensor, decay: float, weight: float) -> None:
+    """factor <- decay factor + weight c c^T, at least its lower triangle. c [K, d, other].
+
+    On CPUs wide factors go strip by strip: row strip k only up to its diagonal block, 5/8 of the
+    products at four strips.
+    """
+    dim = factor.shape[-1]
+    if factor.device.type != "cpu" or dim < 3 * STRIP or not factor.is_contiguous():
+        factor.baddbmm_(c, c.mT, beta=decay, alpha=weight)
+        return
+    strip = max(STRIP, dim // 8)
+    for f, x in zip(factor, c, strict=True):
+        for a in range(0, dim, strip):
+            end = min(a + strip, dim)
+            f[a:end, :end].addmm_(x[a:end], x[:end].T, beta=decay, alpha=weight)
