@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.quant import RangeObserver, clip_range, fake_quantize, quantization, quantize, quantized
+from skipless.quant import (
+    RangeObserver,
+    clip_range,
+    fake_quantize,
+    quantization,
+    quantize,
+    quantized,
+)
 
 
 def net() -> nn.Module:

@@ -1,0 +1,33 @@
+"""A small decoder and batches to evaluate it on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from skipless.config import ConnectionConfig, InitConfig, ModelConfig
+from skipless.model import Transformer
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["residual", "none"])
+def model(request) -> Transformer:
+    config = ModelConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=61,
+        max_position_embeddings=16, connection=ConnectionConfig(kind=request.param),
+        init=InitConfig(value_output="haar", query_key="unit", mlp="suo", std=0.3),
+    )  # fmt: skip
+    return Transformer(config, seed=0)
+
+
+@pytest.fixture
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = torch.randint(0, 61, (7, 13), generator=torch.Generator().manual_seed(0))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens.split([3, 3, 1])]
