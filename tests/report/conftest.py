@@ -136,7 +136,7 @@ def _quant(loss: float, damage: float, error: float, layers: int, free: bool, rn
     }  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make():
     """The function `fabricate`."""
     return fabricate

@@ -77,45 +77,67 @@ def _join(items: list[str]) -> str:
 
 
 def _count(number: int, total: int) -> str:
-    if number == 0:
-        return f"none of {total}" if total > 1 else "no"
-    return f"all {total}" if number == total and total > 1 else f"{number} of {total}"
+    if number in (0, total):
+        return f"{'all' if number else 'none'} of {total}"
+    return f"{number} of {total}"
 
 
 def _summary(comparison: Comparison) -> list[str]:
     pairs = [p for p in comparison.pairs if _known(p.gap)]
     if not pairs:
         return []
-    worse = [p.gap for p in pairs if p.gap > 0]
-    total = len(pairs)
-    span = f"{min(p.gap for p in pairs):+.1%} to {max(p.gap for p in pairs):+.1%}"
-    span = f"{pairs[0].gap:+.1%}" if total == 1 else span
-    sentences = [
-        f"Without skip connections the held-out loss was higher in {_count(len(worse), total)} "
-        f"comparison{'s' if total > 1 else ''} ({span} against the same optimiser with skips)."
-    ]
-    fair = [p for p in pairs if p.gap <= FAR_BEHIND]
+    sentences = [_summary_of_gaps(pairs)]
     for scheme in headline_schemes(comparison)[-1:]:
         both = [
             p
-            for p in fair
-            if _known(p.row.increase(scheme)) and _known(p.reference.increase(scheme))
+            for p in pairs
+            if p.gap <= FAR_BEHIND
+            and _known(p.row.increase(scheme))
+            and _known(p.reference.increase(scheme))
         ]
-        less = [p for p in both if p.row.increase(scheme) < p.reference.increase(scheme)]
-        ahead = [p for p in both if p.row.loss_under(scheme) < p.reference.loss_under(scheme)]
         if both:
-            sentences.append(
-                f"Rounded to {scheme} (block scope), the model without skips lost less in "
-                f"{_count(len(less), len(both))} and ended with the lower loss in "
-                f"{_count(len(ahead), len(both))}."
-            )
+            sentences.append(_summary_of_rounding(both, scheme))
     behind = [p.row.label for p in pairs if p.gap > FAR_BEHIND]
     if behind:
         sentences.append(
-            f"Not counted there: {_join(behind)}, more than {FAR_BEHIND:.0%} behind at full "
+            f"Not counted for rounding: {_join(behind)}, more than {FAR_BEHIND:.0%} behind at full "
             "precision, having learned too little for rounding to lose much."
         )
     return sentences
+
+
+def _summary_of_gaps(pairs: list[Pair]) -> str:
+    if len(pairs) == 1:
+        (pair,) = pairs
+        word = "higher" if pair.gap > 0 else "lower"
+        return (
+            f"Without skip connections the held-out loss was {abs(pair.gap):.1%} {word} than with "
+            f"them ({pair.optimizer} both times)."
+        )
+    worse = sum(p.gap > 0 for p in pairs)
+    low, high = min(p.gap for p in pairs), max(p.gap for p in pairs)
+    return (
+        f"Without skip connections the held-out loss was higher in {_count(worse, len(pairs))} "
+        f"comparisons ({low:+.1%} to {high:+.1%} against the same optimiser with skips)."
+    )
+
+
+def _summary_of_rounding(pairs: list[Pair], scheme: str) -> str:
+    less = sum(p.row.increase(scheme) < p.reference.increase(scheme) for p in pairs)
+    ahead = sum(_ahead(p, scheme) for p in pairs)
+    start = f"Rounded to {scheme} (block scope), the model without skips lost "
+    if len(pairs) == 1:
+        place = "the lower" if ahead else "the higher"
+        return f"{start}{'less' if less else 'more'} and ended with {place} loss."
+    return (
+        f"{start}less in {_count(less, len(pairs))} and ended with the lower loss in "
+        f"{_count(ahead, len(pairs))}."
+    )
+
+
+def _ahead(pair: Pair, scheme: str) -> bool:
+    ours, theirs = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
+    return _known(ours) and _known(theirs) and ours < theirs
 
 
 def _best(comparison: Comparison) -> list[str]:
