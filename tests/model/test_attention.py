@@ -210,15 +210,14 @@ def test_attention_dropout_acts_in_training_only():
 
 class TestRotary:
     def test_it_equals_complex_multiplication(self):
-        tables = RotaryTables(8, 10_000.0)
-        cos, sin = tables.at(torch.arange(5), 5, torch.float64)
+        cos, sin = RotaryTables(8, 10_000.0, num_heads=3).at(torch.arange(5), 5, torch.float64)
         x = torch.randn(2, 5, 3, 8, dtype=torch.float64)
         angle = torch.arange(5)[:, None] * 10_000.0 ** -(torch.arange(0, 8, 2) / 8).double()
         turned = torch.complex(x[..., :4], x[..., 4:]) * torch.exp(1j * angle)[:, None]
         torch.testing.assert_close(rotate(x, cos, sin), torch.cat((turned.real, turned.imag), -1))
 
     def test_gradcheck(self):
-        cos, sin = RotaryTables(4, 100.0).at(torch.arange(3), 3, torch.float64)
+        cos, sin = RotaryTables(4, 100.0, num_heads=3).at(torch.arange(3), 3, torch.float64)
         x = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(lambda t: rotate(t, cos, sin), (x,))
         assert torch.autograd.gradgradcheck(lambda t: rotate(t, cos, sin), (x,))

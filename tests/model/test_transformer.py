@@ -9,6 +9,7 @@ from torch import nn
 from skipless.config import ConnectionConfig, InitConfig, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
 from skipless.model import Transformer, initialize
+from skipless.model.norms import RMSNorm
 from skipless.sites import find_sites
 
 IDS = torch.randint(0, 40, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -124,6 +125,22 @@ def test_mlp(activation, reference):
     x = torch.randn(2, 5, 32)
     expected = reference(x @ mlp.up_proj.weight.T) @ mlp.down_proj.weight.T
     torch.testing.assert_close(mlp(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rms_norm(dtype):
+    norm = RMSNorm(8, eps=1e-3).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 2, 8))
+    x = torch.randn(2, 3, 8, dtype=dtype)
+    expected = x * (x.square().mean(-1, keepdim=True) + 1e-3) ** -0.5 * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    if dtype == torch.float64:
+        inputs = (x.transpose(0, 1).requires_grad_(),)
+        assert torch.autograd.gradcheck(norm, inputs)
+        weight = norm.weight.detach().clone().requires_grad_()
+        call = torch.func.functional_call
+        assert torch.autograd.gradcheck(lambda w: call(norm, {"weight": w}, x), (weight,))
 
 
 class TestForward:

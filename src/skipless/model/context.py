@@ -22,7 +22,7 @@ class ForwardContext:
     embedding: Tensor | None = None
     """x0 of C0 [B, T, D]: what the first block received; set once it is computed."""
     rotary: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine of RoPE, each [T, 1, K] or [B, T, 1, K]; None without RoPE."""
+    """Cosine and signed sine of RoPE, each [T, H K] or [B, T, H K]; None without RoPE."""
     visible: Tensor | None = None
     """Bool, True where a query may see a key, [T, S] or [B, 1, T, S]; None when `is_causal` alone
     says it."""

@@ -14,34 +14,36 @@ from torch import Tensor
 class RotaryTables:
     """Cosine and sine by position, computed once per length, device and dtype.
 
-    No nn.Module and no buffers: tables in a module would be garbage after `to_empty`.
+    Rows repeat the K numbers of a head `num_heads` times, so that whole rows are multiplied at
+    once; the sine of the first half of a head's channels carries the minus of the rotation. No
+    nn.Module and no buffers: tables in a module would be garbage after `to_empty`.
     """
 
-    def __init__(self, head_dim: int, theta: float):
-        self.head_dim, self.theta = head_dim, theta
+    def __init__(self, head_dim: int, theta: float, num_heads: int = 1):
+        self.head_dim, self.theta, self.num_heads = head_dim, theta, num_heads
         self._stored: tuple[tuple, Tensor, Tensor] | None = None
 
     def at(self, positions: Tensor, num_positions: int, dtype: torch.dtype):
-        """Cosine and sine at `positions`, an int64 [T] or [B, T] below `num_positions`.
+        """Cosine and signed sine at `positions`, an int64 [T] or [B, T] below `num_positions`.
 
-        Returns two tensors of `dtype`, [T, 1, K] or [B, T, 1, K]; the second half of the channels
-        repeats the first.
+        Returns two tensors of `dtype`, [T, H K] or [B, T, H K].
         """
         key = (positions.device, dtype)
         if self._stored is None or self._stored[0] != key or len(self._stored[1]) < num_positions:
             # float64 angles: at position 10^5 float32 is off by 0.004 rad
             exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim
             place = torch.arange(num_positions, dtype=torch.float64)
-            angle = torch.outer(place, self.theta**-exponent).repeat(1, 2)
-            cos = angle.cos().to(device=positions.device, dtype=dtype)
-            sin = angle.sin().to(device=positions.device, dtype=dtype)
+            angle = torch.outer(place, self.theta**-exponent)
+            cos = angle.cos().repeat(1, 2 * self.num_heads)
+            sin = torch.cat((-angle.sin(), angle.sin()), dim=1).repeat(1, self.num_heads)
+            cos, sin = (t.to(device=positions.device, dtype=dtype) for t in (cos, sin))
             self._stored = (key, cos, sin)
         _, cos, sin = self._stored
-        return cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2)
+        return cos[positions], sin[positions]
 
 
 class _Rotate(torch.autograd.Function):
-    """x cos + rotate_half(x) sin in three passes and one allocation.
+    """x cos + swap_halves(x) sin, in place on the swapped copy.
 
     A rotation's gradient is the rotation by the opposite angle, so backward is forward with -sin.
     """
@@ -50,9 +52,10 @@ class _Rotate(torch.autograd.Function):
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         half = x.shape[-1] // 2
-        turned = x * cos
-        turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        turned[..., half:].addcmul_(x[..., :half], sin[..., :half])
+        turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        turned[..., :half] = x[..., half:]
+        turned[..., half:] = x[..., :half]
+        turned.flatten(-2).mul_(sin).addcmul_(x.flatten(-2), cos)
         return turned
 
     @staticmethod
@@ -62,5 +65,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn `x` [B, T, H, K] by the tables of `RotaryTables.at`."""
-    return _Rotate.apply(x, cos.to(x.dtype), sin.to(x.dtype))
+    """Turn `x` [B, T, H, K] by tables of `RotaryTables.at` for H heads or more."""
+    width = x.shape[-2] * x.shape[-1]
+    return _Rotate.apply(x, cos[..., :width].to(x.dtype), sin[..., :width].to(x.dtype))

@@ -62,7 +62,9 @@ class Transformer(nn.Module):
                 self.score = nn.Linear(width, config.num_labels, bias=False)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         self._rotary = (
-            RotaryTables(config.head_dim, config.rope_theta) if config.position == "rope" else None
+            RotaryTables(config.head_dim, config.rope_theta, config.num_attention_heads)
+            if config.position == "rope"
+            else None
         )
         self.tie_weights()
         if device.type != "meta":
