@@ -12,8 +12,6 @@ from skipless.report.inside import (
     gradients_by_depth,
     uniform_entropy,
 )
-from skipless.report.verdict import spearman
-
 
 FREE = ConnectionConfig(kind="none")
 
@@ -145,6 +143,6 @@ def test_the_reference_is_the_strongest_residual_row(make, tmp_path):
 def test_spearman_against_scipy():
     stats = pytest.importorskip("scipy.stats")
     xs, ys = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0], [2.0, 7.0, 1.0, 8.0, 2.0, 8.0]
-    assert spearman(xs, ys) == pytest.approx(stats.spearmanr(xs, ys).statistic)
-    assert spearman(xs[:3], ys[:3]) is None
-    assert spearman([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None
+    assert measures.spearman(xs, ys) == pytest.approx(stats.spearmanr(xs, ys).statistic)
+    assert measures.spearman(xs[:3], ys[:3]) is None
+    assert measures.spearman([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None

@@ -88,7 +88,7 @@ def test_the_summary_of_one_pair_flips(pair):
 
 def test_the_summary_of_several_counts(four):
     text = say(four, "In short")
-    assert "higher in all of 2 comparisons (+2.0% to +3.1%" in text
+    assert "higher in both comparisons (+2.0% to +3.1%" in text
     assert "lost less in 1 of 2 and ended with the lower loss in 1 of 2" in text
 
 

@@ -8,9 +8,9 @@ whoever shows it escapes it. Read by html and text.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from skipless.report.measures import spearman
 from skipless.report.tables import Comparison, Pair, Row
 
 AIM_GAP = 0.05  # residual-free within 5 % of its residual twin in held-out loss
@@ -77,9 +77,9 @@ def _join(items: list[str]) -> str:
 
 
 def _count(number: int, total: int) -> str:
-    if number in (0, total):
-        return f"{'all' if number else 'none'} of {total}"
-    return f"{number} of {total}"
+    if number == total:
+        return "both" if total == 2 else f"all {total}"
+    return f"{number} of {total}" if number else f"none of the {total}"
 
 
 def _summary(comparison: Comparison) -> list[str]:
@@ -309,20 +309,3 @@ def _certainty(comparison: Comparison) -> list[str]:
             f"The standard error of a difference between two rows is about {max(errors):.3f} nats."
         )
     return sentences + list(comparison.caveats)
-
-
-def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Rank correlation in [-1, 1], ties averaged; None for fewer than 4 points or no spread."""
-    if len(xs) < 4:
-        return None
-    a, b = _ranks(xs), _ranks(ys)
-    centre = (len(xs) - 1) / 2
-    spread = math.sqrt(sum((v - centre) ** 2 for v in a) * sum((v - centre) ** 2 for v in b))
-    if not spread:
-        return None
-    return sum((u - centre) * (v - centre) for u, v in zip(a, b, strict=True)) / spread
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]
