@@ -107,22 +107,23 @@ def sequence_losses(model: nn.Module, batches: Iterable[Any]) -> SequenceLosses:
                 )
             _check_labels(labels, logits.shape[-1], number)
             labels = labels.to(logits.device)
+            # Float64 sums are taken on the CPU: MPS has no float64.
             each = F.cross_entropy(
                 logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE,
                 reduction="none",
             ).view(labels.shape)  # fmt: skip
-            sums.append(each.double().sum(1))
-            counts.append((labels != IGNORE).sum(1).double())
+            sums.append(each.cpu().double().sum(1))
+            counts.append((labels != IGNORE).sum(1).cpu().double())
             if not bool(torch.isfinite(sums[-1]).all()):
                 raise UserError(
                     f"the loss of batch {number} is not finite: NaN or infinity in the logits; "
                     "check the model's weights, or a wider activation width if it is quantised"
                 )
-    count = torch.cat(counts).cpu() if counts else torch.zeros(0)
+    count = torch.cat(counts) if counts else torch.zeros(0)
     if not count.sum() > 0:
         raise UserError("there is no token to predict in these batches; give longer or more text")
     kept = count > 0
-    return SequenceLosses(sums=torch.cat(sums).cpu()[kept], counts=count[kept])
+    return SequenceLosses(sums=torch.cat(sums)[kept], counts=count[kept])
 
 
 def split_batch(batch: Any) -> tuple[Any, Tensor]:

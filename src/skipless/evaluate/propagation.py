@@ -147,7 +147,8 @@ def _ratio(signal: float, noise: float, bits: int) -> dict[str, Any]:
 
 
 def _square_sum(x: Tensor) -> float:
-    flat = x.detach().reshape(-1).double()
+    flat = x.detach().reshape(-1)
+    flat = (flat.cpu() if flat.device.type == "mps" else flat).double()  # MPS has no float64
     return float(torch.dot(flat, flat))
 
 

@@ -127,12 +127,12 @@ class ActivationQuantizer:
             return x
         if state.mode == "quantize" and (known := state.remembered(x, self._key)) is not None:
             return known
-        clip = self.clip
-        if not isinstance(clip, str):
-            on_device = tuple(e.to(x.device) for e in clip) if isinstance(clip, tuple) else None
-            clip = on_device or clip.to(x.device)
-        result, scale = simulate(x, self.bits, self.granularity, self.symmetric, clip)
-        if isinstance(clip, str):
+        if isinstance(self.clip, tuple):  # a range from calibration follows the model's device
+            self.clip = tuple(end.to(x.device) for end in self.clip)
+        elif isinstance(self.clip, Tensor):
+            self.clip = self.clip.to(x.device)
+        result, scale = simulate(x, self.bits, self.granularity, self.symmetric, self.clip)
+        if isinstance(self.clip, str):
             state.note_scale(self.site.name, scale)
         if state.mode == "measure":
             state.measure(self.site.name, x, result)

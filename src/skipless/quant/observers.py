@@ -27,7 +27,7 @@ class RangeObserver:
         if x.numel() == 0:
             return
         found = clip_range(x, self.bits, symmetric=self.symmetric, clip=self.clip)
-        ends = torch.stack(found if isinstance(found, tuple) else (found,)).double()
+        ends = torch.stack(found if isinstance(found, tuple) else (found,)).cpu().double()
         self.count += x.numel()
         if self._ends is None:
             self._ends = ends
