@@ -95,6 +95,12 @@ def test_hostile_text_is_escaped(html):
     )  # label, note, sample
 
 
+def test_line_breaks_of_a_sample_do_not_stretch_the_page(make, tmp_path):
+    sample = {"prompt": "p", "greedy": "\n" * 40 + "end", "sampled": ""}
+    text = quick_page([make(tmp_path / "run", samples=sample)])
+    assert text.count("↵") == 40
+
+
 def test_missing_pieces_are_named(html):
     assert "What is missing" in html
     assert "quant.json is missing: no loss at low precision" in html

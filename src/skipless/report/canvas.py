@@ -31,6 +31,7 @@ class Pen:
         self.looks = looks(comparison.rows)
         self.drawn: dict[str, Look] = {}
         self.panels: set[Any] = set()
+        self.yardsticks: dict[str, Any] = {}
 
     def color(self, look: Look) -> str:
         return self.colours[look.variable]
@@ -88,6 +89,11 @@ class Pen:
             markeredgewidth=0,
             solid_capstyle="round",
         )
+
+    def yardstick(self, axes: Any, level: float, name: str) -> None:
+        """A quiet level line, named in the legend after the rows."""
+        color = self.colours["--quiet"]
+        self.yardsticks[name] = axes.axhline(level, color=color, linewidth=1.2, linestyle=":")
 
 
 def render(
@@ -229,8 +235,10 @@ def _legend(canvas: Any, pen: Pen) -> None:
     labels = [
         (label if len(label) <= 44 else label[:43] + "…").replace("$", r"\$") for label in order
     ]
-    columns = min(len(order), 4 if max(map(len, labels)) <= 30 else 3)
-    rows = -(-len(order) // columns)
+    handles += pen.yardsticks.values()
+    labels += pen.yardsticks
+    columns = min(len(labels), 4 if max(map(len, labels)) <= 30 else 3)
+    rows = -(-len(labels) // columns)
     canvas.set_size_inches(WIDTH, HEIGHT + 0.19 * rows)
     canvas.legend(
         handles,

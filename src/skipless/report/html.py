@@ -97,9 +97,9 @@ def _samples(comparison: Comparison, styles: dict[str, Look]) -> str:
     cards = []
     for row in comparison.rows:
         for sample in row.runs[0].samples:
-            prompt = escape(str(sample.get("prompt", "")))
+            prompt = _prose(sample.get("prompt", ""))
             texts = "".join(
-                f"<p class=note>{how}</p><blockquote><b>{prompt}</b>{escape(str(sample[key]))}"
+                f"<p class=note>{how}</p><blockquote><b>{prompt}</b>{_prose(sample[key])}"
                 "</blockquote>"
                 for key, how in (
                     ("greedy", "most likely word each time"),
@@ -114,6 +114,11 @@ def _samples(comparison: Comparison, styles: dict[str, Look]) -> str:
     return _section(
         "What they write", f'<div class="samples">{"".join(cards)}</div>' if cards else ""
     )
+
+
+def _prose(text: object) -> str:
+    """Model text as flowing HTML; line breaks are shown as signs, since young models love them."""
+    return escape(str(text)).replace("\n", "<i>↵</i> ")
 
 
 def _glossary() -> str:

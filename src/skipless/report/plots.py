@@ -111,29 +111,14 @@ def _kurtosis_over_time(run: RunData) -> Curve:
 
 
 def _sqnr(pen: Pen, axes: Any) -> None:
-    ideals = [
-        i
-        for row in pen.comparison.rows
-        for run in row.runs
-        if (i := measures.sqnr_by_depth(run)[2]) is not None and math.isfinite(i)
-    ]
-    for panel, which, title in zip(
-        axes, (0, 1), ("worst tensor of each layer", "mean over the layer's tensors"), strict=True
-    ):
+    axes[1].sharey(axes[0])
+    measured = [measures.sqnr_by_depth(run) for row in pen.comparison.rows for run in row.runs]
+    ideals = [ideal for *_, ideal in measured if ideal is not None and math.isfinite(ideal)]
+    titles = ("worst tensor of each layer", "mean over the layer's tensors")
+    for which, (panel, title) in enumerate(zip(axes, titles, strict=True)):
         pen.curves(panel, lambda run, which=which: measures.sqnr_by_depth(run)[which])
         if ideals:
-            level = sum(ideals) / len(ideals)
-            panel.axhline(level, color=pen.colours["--quiet"], linewidth=1, linestyle=(0, (2, 2)))
-            panel.annotate(
-                "Gaussian yardstick",
-                (0.99, level),
-                xycoords=("axes fraction", "data"),
-                ha="right",
-                va="bottom",
-                color=pen.colours["--quiet"],
-                fontsize=8,
-            )
-            panel.margins(y=0.12)
+            pen.yardstick(panel, sum(ideals) / len(ideals), "Gaussian yardstick")
         panel.set(title=title, xlabel="layer", ylabel="SQNR (dB)")
 
 
@@ -177,6 +162,8 @@ def _gains(pen: Pen, axes: Any) -> None:
     ):
         pen.curves(panel, lambda run, gain=gain: gains_over_time(run, gain), markers=False)
         panel.set(title=title, xlabel="training tokens", ylabel=f"mean of {gain} over the joins")
+        low, high = panel.get_ylim()
+        panel.set_ylim(min(low, -0.05), max(high, 1.05))
         panel.xaxis.set_major_formatter(lambda value, _: _tokens(value))
 
 

@@ -44,7 +44,8 @@ figcaption{font-size:.92rem;max-width:50rem}
 .samples{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(20rem,100%),1fr));gap:1rem}
 .sample{background:var(--card);border-radius:8px;padding:.9rem 1.1rem}
 .sample h3{display:flex;align-items:center;overflow-wrap:anywhere}
-.sample blockquote{margin:.5rem 0 0;white-space:pre-wrap;overflow-wrap:anywhere;font-size:.92rem}
+.sample blockquote{margin:.5rem 0 0;overflow-wrap:anywhere;font-size:.92rem}
+.sample i{color:var(--quiet);font-style:normal;opacity:.6}
 .sample b{color:var(--quiet);font-weight:600}
 .glossary{columns:2 22rem;column-gap:2.5rem;margin:0}
 .glossary div{break-inside:avoid;margin-bottom:.7rem}

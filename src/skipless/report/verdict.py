@@ -306,6 +306,7 @@ def _certainty(comparison: Comparison) -> list[str]:
     errors = [p.standard_error for p in comparison.pairs if _known(p.standard_error)]
     if errors:
         sentences.append(
-            f"The standard error of a difference between two rows is about {max(errors):.3f} nats."
+            f"The standard error of a gap is at most {max(errors):.3f} nats (the two rows taken as "
+            "independent, which overstates it on shared text)."
         )
     return sentences + list(comparison.caveats)
