@@ -14,8 +14,6 @@ Read by `skipless.train`, the CLI and `skipless.diagnose`.
 from __future__ import annotations
 
 import contextlib
-import inspect
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +25,7 @@ from skipless.probes.attention import AttentionStatistics, eager_attention, find
 from skipless.probes.geometry import JoinGeometry
 from skipless.probes.joins import watch_joins
 from skipless.probes.moments import Moments, batch_moments
+from skipless.probes.passes import ForwardPass, in_backward
 from skipless.probes.spectrum import Sketch
 from skipless.sites import Site, find_sites, first_tensor, select_sites
 
@@ -49,7 +48,7 @@ class Probe:
     three as far as the model has them, while naming one that it lacks is an error. `mask` [B, T],
     True at real tokens, is read from the model's `attention_mask` argument unless set here or
     later as an attribute. Attention is sampled on the first `attention_batches` forward passes,
-    which then run on the eager path.
+    which then run on the eager path: the same model within rounding.
 
     Statistics are float64 and survive the block. Values that are NaN or infinite are counted
     (`nonfinite` in the table, and `probe.nonfinite()`), never averaged in. Raises UserError if
@@ -83,9 +82,9 @@ class Probe:
         self.gradients = {site.name: [0.0, 0] for site in self.sites}
         self.joins: dict[Key, JoinGeometry] = {}
         self.heads: dict[Key, AttentionStatistics] = {}
-        self._seen: dict[int, tuple[weakref.ref, int, dict[str, Any]]] = {}
+        self._pass = ForwardPass()
+        self._mask_used = False
         self._handles: list[Any] = []
-        self._mask: Tensor | None = None
         self._eager: contextlib.ExitStack | None = None
 
     def _default_sites(self) -> list[Site]:
@@ -120,74 +119,32 @@ class Probe:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._leave_eager()
-        self._seen.clear()
+        self._finish()
 
     def _start(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._seen.clear()
-        self._mask = self.mask if self.mask is not None else self._find_mask(args, kwargs)
+        self._finish()
+        self._pass = ForwardPass.start(self.model, args, kwargs, self.mask)
         if "attention" in self.stats and self.num_passes < self.attention_batches:
-            self._leave_eager()
             self._eager = contextlib.ExitStack()
             self._eager.enter_context(eager_attention(self.model))
         self.num_passes += 1
 
     def _finish(self, *_: Any) -> None:
         self._leave_eager()
-        self._seen.clear()
-        self._mask = None
+        self._mask_used |= self._pass.mask_used
+        self._pass = ForwardPass()
 
     def _leave_eager(self) -> None:
         if self._eager is not None:
             stack, self._eager = self._eager, None
             stack.close()
 
-    def _find_mask(self, args: tuple, kwargs: dict) -> Tensor | None:
-        mask = kwargs.get("attention_mask")
-        if mask is None and len(args) > 1:
-            with contextlib.suppress(TypeError, ValueError):
-                bound = inspect.signature(self.model.forward).bind_partial(*args, **kwargs)
-                mask = bound.arguments.get("attention_mask")
-        if not isinstance(mask, Tensor) or mask.dim() != 2 or bool((mask != 0).all()):
-            return None
-        return mask != 0
-
-    def _mask_for(self, x: Tensor) -> Tensor | None:
-        """The padding mask of a tensor [B, T, ...], [B, H, T, K] or [B*T, D], or None."""
-        mask = self._mask
-        if mask is None or x.dim() < 2:
-            return None
-        batch, length = mask.shape
-        if x.shape[0] == batch and x.dim() > 2:
-            if x.dim() == 4 and x.shape[2] <= length and x.shape[1] != length:
-                return mask[:, None, length - x.shape[2] :].expand(x.shape[:-1])
-            if x.shape[1] <= length:
-                # Cached decoding feeds the last tokens only.
-                recent = mask[:, length - x.shape[1] :]
-                return recent.reshape(*recent.shape, *[1] * (x.dim() - 3)).expand(x.shape[:-1])
-        if x.dim() == 2 and x.shape[0] == batch * length:
-            return mask.reshape(-1)
-        return None
-
-    def _remember(self, x: Tensor, what: str, compute: Callable[[], Any]) -> Any:
-        """Compute once for each tensor, told by identity and version (in-place changes)."""
-        if x.is_inference():  # has no version, so a change would go unnoticed
-            return compute()
-        entry = self._seen.get(id(x))
-        if entry is None or entry[0]() is not x or entry[1] != x._version:
-            entry = self._seen[id(x)] = (weakref.ref(x), x._version, {})
-        results = entry[2]
-        if what not in results:
-            with torch.no_grad():
-                results[what] = compute()
-        return results[what]
-
     def _measure(self, site: Site, x: Tensor | None) -> None:
-        # Activation checkpointing runs the forward pass again inside the backward one.
-        if x is None or not x.is_floating_point() or _in_backward():
+        if x is None or not x.is_floating_point() or in_backward():
             return
         if "moments" in self.stats:
-            batch = self._remember(x, "moments", lambda: batch_moments(x, self._mask_for(x)))
+            mask = self._pass.mask_for(x)
+            batch = self._pass.remember(x, "moments", lambda: batch_moments(x, mask))
             try:
                 self.moments[site.name].merge(batch)
             except UserError as error:
@@ -208,11 +165,11 @@ class Probe:
         return lambda _, __, result: self._measure(site, first_tensor(result))
 
     def _join(self, key: Key, x: Tensor, f: Tensor, y: Tensor) -> None:
-        if _in_backward():
+        if in_backward():
             return
         join = self.joins.setdefault(key, JoinGeometry())
         with torch.no_grad():
-            join.update(x, f, y, mask=self._mask_for(x), remember=self._remember)
+            join.update(x, f, y, mask=self._pass.mask_for(x), remember=self._pass.remember)
 
     def _watch_attention(self, modules: dict[str, nn.Module]) -> None:
         layers = {site.module: site for site in self.all_sites}
@@ -231,14 +188,13 @@ class Probe:
 
     def _attention_hook(self, key: Key, find: Callable[..., Any]) -> Callable[..., None]:
         def hook(_: nn.Module, __: tuple, result: Any) -> None:
-            if self._eager is None or _in_backward():
+            if self._eager is None or in_backward():
                 return
             p = find(result)
-            if p is None or "attention" in self._seen.get(id(p), (0, 0, {}))[2]:
-                return  # a wrapper that hands on what its inner module returned
-            self._remember(p, "attention", lambda: True)
-            with torch.no_grad():
-                self.heads.setdefault(key, AttentionStatistics()).update(p, self._mask)
+            # A wrapper hands on what its inner module returned: the inner one is counted.
+            if p is not None and self._pass.first_time(p):
+                with torch.no_grad():
+                    self.heads.setdefault(key, AttentionStatistics()).update(p, self._pass.mask)
 
         return hook
 
@@ -349,6 +305,11 @@ class Probe:
                 f"forward passes; ask for it in `stats` and run the model"
                 f"{' and backward()' if what == 'gradients' else ''} inside `with Probe(...)`"
             )
+        if self.mask is not None and not self._mask_used:
+            raise UserError(
+                f"the probe's mask of shape {tuple(self.mask.shape)} fitted no tensor of "
+                f"{type(self.model).__name__}; expected [batch, tokens]"
+            )
 
     def _check(self, stat: str, found: dict, what: str) -> None:
         if stat not in self.stats:
@@ -362,7 +323,3 @@ class Probe:
 
 def _labelled(key: Key) -> dict[str, Any]:
     return {"module": key[0], "layer": key[1], "sublayer": key[2]}
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
