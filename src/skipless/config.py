@@ -323,6 +323,10 @@ class TrainConfig(Config):
         for name in ("num_tokens", "batch_size", "sequence_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.micro_batch_size is not None and self.micro_batch_size < 1:
+            raise UserError(
+                f"train.micro_batch_size is {self.micro_batch_size}; it must be at least 1, or none"
+            )
 
     @property
     def num_steps(self) -> int:

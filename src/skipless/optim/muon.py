@@ -130,6 +130,9 @@ class Muon(RoleOptimizer):
         buffer = state["momentum"].lerp_(g, 1 - momentum)
         return torch.lerp(g, buffer, momentum) if group["nesterov"] else buffer
 
+    def _disown(self, p: Tensor) -> None:
+        """Nothing to give up: momentum is elementwise and stays with each rank's own piece."""
+
     def _update_matrices(
         self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], sink: Sink
     ) -> None:

@@ -35,6 +35,8 @@ from skipless.rundir import write_atomic
 from skipless.train.distributed import World
 from skipless.train.tree import pack, tensor_paths, unpack
 
+# Update rules whose state has one number an entry of the parameter, on the rank of that entry.
+ELEMENTWISE = ("adamw", "muon")
 STATE, MANIFEST = "state.json", "manifest.json"
 
 
@@ -203,13 +205,14 @@ def _slots(
 ) -> dict[str, Tensor]:
     """Empty tensors to load the optimiser's state into, by checkpoint key.
 
-    Elementwise state (AdamW's moments) is sharded like its parameter; the state of a matrix method
-    is whole on every rank, because its update needs the whole matrix.
+    Elementwise state (AdamW's moments, Muon's momentum) is sharded like its parameter. That of a
+    whitening method is whole, because its update needs the whole matrix; every rank reads it and
+    those that do not own the matrix drop it at their next step.
     """
     parameters = dict(model.named_parameters())
     names = iter(_names(model, optimizer))
     elementwise = {
-        next(names): group.get("algorithm", "adamw") == "adamw"
+        next(names): group.get("algorithm", "adamw") in ELEMENTWISE
         for group in optimizer.param_groups
         for _ in group["params"]
     }

@@ -195,13 +195,30 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if getattr(module, "_compiled_call_impl", None) is not None
     }
-    for module in compiled:
-        module._compiled_call_impl = None
+    drop_compiled(model)
     try:
         yield
     finally:
         for module, implementation in compiled.items():
             module._compiled_call_impl = implementation
+
+
+def reshard(model: nn.Module) -> None:
+    """Give whole weights back, so that parameters are the sharded ones the optimiser knows.
+
+    FSDP keeps the root group whole after a forward pass, for the backward pass that evaluation
+    never makes.
+    """
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def drop_compiled(model: nn.Module) -> None:
+    """Undo `torch.compile` of the blocks."""
+    for module in model.modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = None
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:

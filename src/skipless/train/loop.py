@@ -30,14 +30,15 @@ import torch
 from skipless.config import RunConfig
 from skipless.data import Loader, PreparedData, evaluation_batches, prepare
 from skipless.errors import UserError
-from skipless.model import Transformer
+from skipless.log import say
+from skipless.model import Transformer, initialize
 from skipless.optim import schedule
 from skipless.probes import gradient_norms
 from skipless.rundir import RunDir
 from skipless.train import checkpoint
 from skipless.train.checkpoint import Position
 from skipless.train.diagnose import diagnose, sentence
-from skipless.train.distributed import World, clip, parallelise, start
+from skipless.train.distributed import World, clip, drop_compiled, parallelise, start
 from skipless.train.load import DATA, RESULT, WEIGHTS, save_weights
 from skipless.train.measure import Batch, bits_per_byte, held_out_loss, probe_row
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
@@ -119,14 +120,42 @@ class Loop:
         )  # fmt: skip
 
         # Model and optimiser, then what a former attempt left.
-        model = Transformer(config.model, seed=self.settings.seed).to(world.device)
-        self.model = parallelise(model, self.settings, world).train()
+        self.model = self.build_model()
+        if self.settings.compile:
+            self.try_compiled()
         self.optimizer = config.optim.build(self.model)
         restored = checkpoint.restore(run / "checkpoint", self.model, self.optimizer, world)
         self.at = restored or Position()
         self.saved_step = self.at.step if restored else None
         self.metrics = Metrics(run, config, self.at.step) if world.is_main else Silent()
         self.started = time.perf_counter() - self.at.seconds
+
+    def build_model(self) -> Transformer:
+        """The model as this process trains it, with its initial weights.
+
+        Several processes shard it on the meta device first, so none ever holds all of it.
+        """
+        settings, world = self.settings, self.world
+        if not world.is_distributed:
+            model = Transformer(self.config.model, seed=settings.seed).to(world.device)
+            return parallelise(model, settings, world).train()
+        with torch.device("meta"):
+            model = Transformer(self.config.model)
+        parallelise(model, settings, world)
+        model.to_empty(device=world.device)
+        initialize(model, settings.seed)
+        return model.train()
+
+    def try_compiled(self) -> None:
+        """One forward and backward pass; if it does not compile, say so and train eagerly."""
+        try:
+            self.backward(self.loader.batch(0))
+        except Exception as error:  # dynamo, inductor and missing compilers raise their own kinds
+            drop_compiled(self.model)
+            if self.world.is_main:
+                reason = str(error).strip().splitlines()[0]
+                say(f"train.compile: torch.compile failed, training uncompiled ({reason})")
+        self.model.zero_grad(set_to_none=True)
 
     def run(self) -> TrainResult:
         """From the present step to the end."""

@@ -18,7 +18,7 @@ from skipless.config import ProbeConfig, RunConfig
 from skipless.data import PreparedData, evaluation_batches
 from skipless.errors import UserError
 from skipless.probes import Probe, isometry_drift
-from skipless.train.distributed import World, uncompiled
+from skipless.train.distributed import World, reshard, uncompiled
 from skipless.train.precision import autocast
 
 Batch = tuple[Tensor, Tensor]
@@ -26,13 +26,14 @@ Batch = tuple[Tensor, Tensor]
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; training mode is restored."""
+    """Eval mode without gradients; training mode and sharding are restored."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
+        reshard(model)
         model.train(training)
 
 
