@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from skipless.config import ConnectionConfig, InitConfig, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
 from skipless.model import Attention, KeyValueCache, Transformer, eager_attention
+from skipless.model.blocked import blocked_attention
 from skipless.model.diagonal import diagonal_attention
 from skipless.model.rope import RotaryTables, rotate
 
@@ -62,31 +63,65 @@ def test_fused_equals_eager(case, mask):
     assert all(m.implementation == "sdpa" for m in model.modules() if isinstance(m, Attention))
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(1, 9), st.sampled_from([2, 4, 6]), st.booleans(),
-       st.lists(st.floats(-6, 8), min_size=2, max_size=2))  # fmt: skip
-def test_diagonal_attention_equals_a_masked_softmax(length, size, causal, bias):
-    generator = torch.Generator().manual_seed(length)
-    q, k, v = torch.randn(3, 2, 2, length, size, dtype=torch.float64, generator=generator)
-    bias = torch.tensor(bias, dtype=torch.float64)
-    inputs = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+def masked_softmax_attention(q, k, v, bias, causal):
+    length = q.shape[2]
+    scores = 0.4 * q @ k.mT
+    if bias is not None:
+        scores = scores + torch.eye(length, dtype=q.dtype) * bias[:, None, None]
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+    return scores.softmax(-1) @ v
 
-    def eager(q, k, v, bias):
-        scores = 0.4 * q @ k.mT + torch.eye(length, dtype=torch.float64) * bias[:, None, None]
-        if causal:
-            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
-        return scores.softmax(-1) @ v
 
-    fused = diagonal_attention(*inputs, causal=causal, scale=0.4)
-    expected = eager(*inputs)
+def assert_equal_with_gradients(fused, expected, inputs):
     torch.testing.assert_close(fused, expected, rtol=1e-10, atol=1e-12)
-    weights = torch.randn(fused.shape, dtype=torch.float64, generator=generator)
+    weights = torch.randn(fused.shape, dtype=fused.dtype)
     for got, wanted in zip(
         torch.autograd.grad(fused, inputs, weights),
         torch.autograd.grad(expected, inputs, weights),
         strict=True,
     ):
         torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-10)
+
+
+def random_heads(length, size, seed=0):
+    """q, k, v [2, 2, T, K] float64; as in the model, heads lie behind the tokens in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    stacked = torch.randn(3, 2, length, 2, size, dtype=torch.float64, generator=generator)
+    return [t.transpose(1, 2).requires_grad_() for t in stacked]
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(1, 9), st.sampled_from([2, 4, 6]), st.booleans(),
+       st.lists(st.floats(-6, 8), min_size=2, max_size=2))  # fmt: skip
+def test_diagonal_attention_equals_a_masked_softmax(length, size, causal, bias):
+    inputs = [*random_heads(length, size), torch.tensor(bias, dtype=torch.float64)]
+    inputs[3].requires_grad_()
+    fused = diagonal_attention(*inputs, causal=causal, scale=0.4)
+    assert_equal_with_gradients(fused, masked_softmax_attention(*inputs, causal), inputs)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 150])
+def test_blocked_attention_equals_a_masked_softmax(length, biased):
+    q, k, v = random_heads(length, 4)
+    bias = torch.tensor([3.0, -1.0], dtype=torch.float64, requires_grad=True) if biased else None
+    inputs = [q, k, v, bias] if biased else [q, k, v]
+    fused = blocked_attention(q, k, v, bias, scale=0.4)
+    assert_equal_with_gradients(fused, masked_softmax_attention(q, k, v, bias, True), inputs)
+
+
+@pytest.mark.parametrize("length, size", [(40, 2), (24, 8)])
+def test_the_model_gives_the_same_with_any_kernel(length, size, monkeypatch):
+    """Texts longer than 16 head sizes leave the blocked path; so does a monkey-patched one."""
+    from skipless.model import blocked
+
+    heads = 32 // size
+    model = build("identity bias", num_attention_heads=heads, max_position_embeddings=40)
+    ids = torch.arange(length)[None] % 40
+    one = model(ids).logits
+    monkeypatch.setattr(blocked, "suits", lambda q: False)
+    torch.testing.assert_close(model(ids).logits, one, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])

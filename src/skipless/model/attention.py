@@ -1,5 +1,9 @@
-"""Self-attention: fused (SDPA) with an eager reference, grouped queries, RoPE, temperature T1,
-identity bias I7, key/value cache and padding.
+"""Self-attention: fused with an eager reference, grouped queries, RoPE, temperature T1, identity
+bias I7, key/value cache and padding.
+
+"sdpa" takes the fastest of three equal forms: blocks of queries (short causal texts on the CPU,
+`blocked.py`), the fused kernel with the diagonal corrected (identity bias, `diagonal.py`), or
+torch's `scaled_dot_product_attention` with whatever mask is needed.
 
 `query`, `key`, `value` and (eager only) `probabilities` are identity modules: they show hooks the
 tensors after RoPE. Legend: B batch, T new tokens, S past plus new tokens, H heads, G key/value
@@ -17,8 +21,10 @@ from torch import Tensor, nn
 
 from skipless.config import ModelConfig
 from skipless.errors import UserError
+from skipless.model import blocked, diagonal
+from skipless.model.blocked import blocked_attention
 from skipless.model.context import ForwardContext
-from skipless.model.diagonal import diagonal_attention, is_supported
+from skipless.model.diagonal import diagonal_attention
 from skipless.model.rope import rotate
 from skipless.model.temperature import AttentionTemperature
 
@@ -67,18 +73,22 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
-        scale, mask = self.temperature.scaling, context.visible
+        scale, mask, bias = self.temperature.scaling, context.visible, self.identity_bias
         dropout = self.dropout if self.training else 0.0
-        grouped = self.num_heads != self.num_key_value_heads
         causal = context.is_causal and mask is None
-        if self.identity_bias is not None:
-            if mask is None and q.shape[2] == k.shape[2] and not dropout and is_supported(q):
-                k, v = self._repeated(k), self._repeated(v)
-                return diagonal_attention(q, k, v, self.identity_bias, causal=causal, scale=scale)
+        if mask is None and q.shape[2] == k.shape[2] and not dropout:
+            if causal and blocked.suits(q):
+                return blocked_attention(q, self._repeated(k), self._repeated(v), bias, scale=scale)
+            if bias is not None and diagonal.suits(q):
+                return diagonal_attention(
+                    q, self._repeated(k), self._repeated(v), bias, causal=causal, scale=scale
+                )
+        if bias is not None:
             mask, causal = self._biased_mask(q, k, context), False
         return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
+            q, k, v, mask, dropout, is_causal=causal, scale=scale,
+            enable_gqa=self.num_heads != self.num_key_value_heads,
+        )  # fmt: skip
 
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         scores = q @ self._repeated(k).transpose(-2, -1) * self.temperature.scaling

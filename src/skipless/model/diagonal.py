@@ -76,7 +76,7 @@ class _DiagonalAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_bias, None, None
 
 
-def is_supported(q: Tensor) -> bool:
+def suits(q: Tensor) -> bool:
     """Whether the fused kernel takes this device and dtype, q being [B, H, T, K]."""
     if torch.compiler.is_compiling():
         return False
