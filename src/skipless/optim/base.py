@@ -336,7 +336,9 @@ class RoleOptimizer(torch.optim.Optimizer):
         return {**state_dict, "param_groups": rebuilt}
 
     def _state_device(self, what: str, p: Tensor) -> torch.device:
-        return step_device(p) if what == "step" else local(p).device
+        if what != "step":
+            return local(p).device
+        return step_device(p) if "exp_avg" in self.state[p] else torch.device("cpu")
 
     def _state_replaced(self) -> None:
         """Hook: state tensors are new objects now."""

@@ -21,7 +21,7 @@ from skipless.optim.sides import (
     FullSide,
     IdentitySide,
     LowRankSide,
-    NewtonSide,
+    RootSide,
 )
 
 # Parameters join one chunk on a CPU while its gradient is below this: small matrices share
@@ -33,7 +33,8 @@ CHUNK_BYTES = 2**18
 class SideChoice:
     """Which form a side of a given length takes."""
 
-    newton: bool = False
+    root: str | None = None
+    """None: eigenbasis; "eigh" or "newton": inverse roots by that method."""
     max_side: int = 4096
     wide: str = "diagonal"
     rank: int = 64
@@ -54,7 +55,7 @@ class SideChoice:
             if self.one_sided and longer:
                 made.append(IdentitySide(name, dim))
             elif dim <= self.max_side:
-                made.append((NewtonSide if self.newton else FullSide)(name, dim))
+                made.append(RootSide(name, dim, self.root) if self.root else FullSide(name, dim))
             elif self.rotation_only or self.wide == "identity":
                 made.append(IdentitySide(name, dim))
             elif self.wide == "low_rank":
@@ -75,6 +76,12 @@ class Bucket:
     starts: list[int] = field(default_factory=list)
     """First block of each parameter; one more entry ends the last."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    average: str = "momentum"
+    """The buffer of averaged gradients: "momentum" (raw) or "average" (whitened ones)."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffers[self.average].device
 
     @property
     def sides(self) -> tuple[IdentitySide, IdentitySide]:
@@ -102,16 +109,21 @@ class Bucket:
         for layout in self.layouts:
             self.starts.append(self.starts[-1] + layout.num_blocks)
         shapes: dict[str, tuple[int, ...]] = {**self.left.shapes(), **self.right.shapes()}
-        shapes["momentum"] = self.block_shape
+        framed = second or any(side.has_frame for side in self.sides)
+        self.average = "momentum" if framed else "average"
+        shapes[self.average] = self.block_shape
         if second:
             shapes["second"] = self.block_shape
         for p in self.params:
-            # State of another configuration (a side of another kind) cannot be carried over.
-            for what in [w for w in state[p] if w not in shapes and w != "step"]:
-                del state[p][what]
+            foreign = [w for w in state[p] if w not in shapes and w != "step"]
+            if foreign:
+                raise UserError(
+                    f"the saved optimiser state holds {foreign[0]!r}, which this root or kind of "
+                    "side does not use; continue with the settings it was saved with"
+                )
             state[p].setdefault("step", torch.zeros((), dtype=torch.float32))
         for what, shape in shapes.items():
-            dtype = momentum_dtype if what == "momentum" else torch.float32
+            dtype = momentum_dtype if what == self.average else torch.float32
             stacked = torch.zeros(self.starts[-1], *shape, dtype=dtype, device=device)
             if what.endswith("_basis"):
                 stacked.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -132,7 +144,7 @@ class Bucket:
         """Runs of neighbouring parameters that are in `ready`, small enough for the cache."""
         ready = set(ready)
         bm, bn = self.block_shape
-        on_cpu = self.buffers["momentum"].device.type == "cpu"
+        on_cpu = self.device.type == "cpu"
         limit = max(1, CHUNK_BYTES // (4 * bm * bn)) if on_cpu else math.inf
         runs: list[tuple[int, int]] = []
         for k, p in enumerate(self.params):

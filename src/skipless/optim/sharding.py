@@ -77,6 +77,20 @@ class Sink:
         wide = target.float().sub_(update, alpha=self.lr)
         target.copy_(wide.mul_(1 - self.lr * self.decay))
 
+    def blocks(self, p: Tensor, layout: Layout, blocks: Tensor, scale: Any) -> None:
+        """The update as blocks [K, bm, bn] times a number, applied without gathering it."""
+        if not self.fuses(p) or layout.padded:
+            self.take(p, layout.from_blocks(blocks) * scale)
+            return
+        w = p.view(layout.stack * layout.kr, layout.bm, layout.kc, layout.bn).transpose(1, 2)
+        u = blocks.view(w.shape)
+        if isinstance(scale, Tensor):
+            u, scale = u * scale, 1.0
+        keep = 1 - self.lr * self.decay
+        if keep != 1:
+            w.mul_(keep)
+        w.sub_(u, alpha=self.lr * keep * scale)
+
     def fuses(self, p: Tensor) -> bool:
         """Whether `product` may be used for p. Decided by what p is, never by what is measured,
         so that looking does not change the run."""

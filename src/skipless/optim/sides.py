@@ -4,7 +4,7 @@ A block G (m x n) has a left side of m rows and a right side of n columns. A sid
 (O1's L or R) in one of these forms:
 
     FullSide      factor in its own eigenbasis, and the basis: "left" [d, d], "left_basis" [d, d]
-    NewtonSide    factor and its inverse root, no eigenvectors: "left" [d, d], "left_root" [d, d]
+    RootSide      the factor as it is and its inverse root: "left" [d, d], "left_root" [d, d]
     DiagonalSide  a vector [d]: for sides too wide for a matrix
     LowRankSide   top eigenvectors [d, k], their values [k] and one value for all the rest
     IdentitySide  nothing: the side is not whitened
@@ -36,6 +36,8 @@ class IdentitySide:
     """No factor: nothing is whitened on this side. Base of the others."""
 
     kind = "identity"
+    has_frame = False
+    """Whether `enter` turns blocks into another basis."""
 
     def __init__(self, name: str, dim: int) -> None:
         self.name, self.dim, self.is_left = name, dim, name == "left"
@@ -59,7 +61,7 @@ class IdentitySide:
         """What `whiten` needs, computed once a step."""
         return None
 
-    def whiten(self, x: Tensor, root: Any, s: State) -> Tensor:
+    def whiten(self, x: Tensor, root: Any) -> Tensor:
         """factor^-power applied to x, in the frame. A new tensor, or x itself."""
         return x
 
@@ -102,7 +104,7 @@ class DiagonalSide(IdentitySide):
             inverse_power(self.eigenvalues(s), power=power, eps=eps, true_dim=true_dim)
         )
 
-    def whiten(self, x, root, s):
+    def whiten(self, x, root):
         return x * root
 
     def accumulate(self, c, s, decay, weight):
@@ -122,14 +124,14 @@ class DiagonalSide(IdentitySide):
 class FullSide(DiagonalSide):
     """The factor in its own eigenbasis: its diagonal is the eigenvalue estimate."""
 
-    kind = "full"
+    kind = "eigenbasis"
+    has_frame = True
 
     def shapes(self):
         return {self.name: (self.dim, self.dim), f"{self.name}_basis": (self.dim, self.dim)}
 
     def begin(self, s, value, power):
-        s[self.name].zero_()
-        self.eigenvalues(s).copy_(value.unsqueeze(-1))
+        s[self.name].zero_().diagonal(dim1=-2, dim2=-1).copy_(value.unsqueeze(-1))
 
     def enter(self, x, s):
         basis = s[f"{self.name}_basis"]
@@ -161,16 +163,21 @@ class FullSide(DiagonalSide):
         b[f"{self.name}_basis"][index] = torch.baddbmm(q, q, q.mT @ q, beta=1.5, alpha=-0.5)
 
     def mean(self, b, index):
-        return self.eigenvalues(b)[index].mean(-1)
+        return b[self.name].diagonal(dim1=-2, dim2=-1)[index].mean(-1)
 
     def eigenvalues(self, s):
         return s[self.name].diagonal(dim1=-2, dim2=-1)
 
 
-class NewtonSide(FullSide):
-    """The factor as it is, and its inverse root from matmuls alone."""
+class RootSide(FullSide):
+    """The factor as it is, and its inverse root, cached between refreshes."""
 
-    kind = "newton"
+    kind = "root"
+    has_frame = False
+
+    def __init__(self, name: str, dim: int, method: str) -> None:
+        super().__init__(name, dim)
+        self.method = method
 
     def shapes(self):
         return {self.name: (self.dim, self.dim), f"{self.name}_root": (self.dim, self.dim)}
@@ -180,30 +187,29 @@ class NewtonSide(FullSide):
         root = s[f"{self.name}_root"].zero_().diagonal(dim1=-2, dim2=-1)
         root.copy_(torch.where(value > 0, value**-power, 0.0).unsqueeze(-1))
 
-    def enter(self, x, s):
-        return x
-
-    def leave(self, x, s):
-        return x
-
     def root(self, s, power, eps, true_dim):
-        return None
+        return s[f"{self.name}_root"]
 
-    def whiten(self, x, root, s):
-        inverse = s[f"{self.name}_root"]
-        return inverse @ x if self.is_left else x @ inverse
+    def whiten(self, x, root):
+        return root @ x if self.is_left else x @ root
 
     def refresh(self, b, index, exact, power, eps):
-        b[f"{self.name}_root"][index] = newton_inverse_root(
-            symmetric(b[self.name][index]), power=power, eps=eps
-        )
-
-    def orthonormalize(self, b, index):
-        """Nothing to do: there is no basis."""
+        factor = b[self.name][index]
+        if self.method == "newton":
+            root = newton_inverse_root(symmetric(factor), power=power, eps=eps)
+        else:
+            values, vectors = sorted_eigh(factor)
+            # Padded rows are zero eigenvalues; they only shift the mean that sets the clamp.
+            scale = inverse_power(values, power=power, eps=eps, true_dim=self.dim)
+            root = (vectors * scale.unsqueeze(-2)) @ vectors.mT
+        b[f"{self.name}_root"][index] = root
 
     def rescale(self, b, index, by, power):
         super().rescale(b, index, by, power)
         b[f"{self.name}_root"][index] *= (by**-power).view(-1, 1, 1)
+
+    def eigenvalues(self, s):
+        return torch.linalg.eigvalsh(s[self.name])
 
 
 class LowRankSide(IdentitySide):
@@ -233,11 +239,12 @@ class LowRankSide(IdentitySide):
         mean = (values.sum(-1, keepdim=True) + (self.dim - self.rank - 1) * rest) / self.dim
         floor = torch.maximum(mean / max(10, min(self.dim, 4000)) ** 2, largest * 1e-12)
         root = torch.maximum(values + eps * mean, floor) ** -power
-        return root.masked_fill_(mean <= 0, 0.0)
+        return s[f"{self.name}_vectors"], root.masked_fill_(mean <= 0, 0.0)
 
-    def whiten(self, x, root, s):
-        v, rest = s[f"{self.name}_vectors"], root[:, -1:].unsqueeze(-1)
-        extra = root[:, :-1] - root[:, -1:]
+    def whiten(self, x, root):
+        v, scale = root
+        rest = scale[:, -1:].unsqueeze(-1)
+        extra = scale[:, :-1] - scale[:, -1:]
         if self.is_left:
             return rest * x + v @ (extra.unsqueeze(-1) * (v.mT @ x))
         return rest * x + ((x @ v) * extra.unsqueeze(-2)) @ v.mT
