@@ -13,7 +13,7 @@
 """
 
 from skipless.train.load import LoadedRun, load_run
-from skipless.train.loop import TrainResult, train
+from skipless.train.loop import Loop, TrainResult, train
 from skipless.train.measure import measure_sites
 
-__all__ = ["LoadedRun", "TrainResult", "load_run", "measure_sites", "train"]
+__all__ = ["LoadedRun", "Loop", "TrainResult", "load_run", "measure_sites", "train"]

@@ -54,9 +54,7 @@ class World:
         """Sum each value over all processes, in float64."""
         if not self.is_distributed:
             return [float(v) for v in values]
-        # mps and some nccl builds lack float64 reductions on small integers; CPU gloo is exact.
-        device = self.device if self.device.type == "cuda" else torch.device("cpu")
-        summed = torch.tensor(values, dtype=torch.float64, device=device)
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(summed)
         return summed.tolist()
 

@@ -40,7 +40,7 @@ from skipless.train.checkpoint import Position
 from skipless.train.diagnose import diagnose, sentence
 from skipless.train.distributed import World, clip, drop_compiled, parallelise, start
 from skipless.train.load import DATA, RESULT, WEIGHTS, save_weights
-from skipless.train.measure import Batch, bits_per_byte, held_out_loss, probe_row
+from skipless.train.measure import Batch, bits_per_byte, held_out_loss, probe_row, step_numbers
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
 from skipless.train.precision import autocast
 from skipless.train.signals import Interrupted, Stop
@@ -108,6 +108,7 @@ class Loop:
         self.config, self.directory, self.data, self.world = config, run, data, world
         self.settings, self.num_steps = config.train, config.train.num_steps
         self.on_step = on_step or (lambda info: None)
+        self.report: Callable[[dict[str, Any]], None] = lambda info: None
         self.stop = Stop(alone=not world.is_distributed)
         world.first(lambda: run.write_json(DATA, {"directory": str(data.directory)}))
 
@@ -159,8 +160,8 @@ class Loop:
 
     def run(self) -> TrainResult:
         """From the present step to the end."""
-        at_main = reporter(self.config, self.at.step) if self.world.is_main else _no_report()
-        with self.stop, at_main as self.report:
+        reports = reporter(self.config, self.at.step) if self.world.is_main else _no_report()
+        with self.stop, reports as self.report:
             try:
                 self.measure()  # what a resumed run still owes at its first step
                 while self.at.step < self.num_steps:
@@ -200,7 +201,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if measured:
-            pending["optimizer"] = self.optimizer.metrics()
+            pending |= step_numbers(world.gather(self.optimizer.metrics()))
 
         now = time.perf_counter()
         num_tokens = self.settings.batch_size * self.settings.sequence_length

@@ -86,9 +86,10 @@ def probe_row(
 ) -> dict[str, Any]:
     """One row of probes.jsonl: statistics over `batches` plus what the step itself left.
 
-    `pending` holds what only the training step before could tell: gradient_norms and the
-    optimiser's own numbers. Every rank runs the same batches, so sharded and unsharded runs give
-    the same row.
+    `pending` holds what only the training step before could tell: gradient_norms, isometry_drift
+    (O4: by how much the step moved each matrix off) and the optimiser's other numbers.
+    isometry_error is how far the weights themselves are from scaled isometries. Every rank runs
+    the same batches, so sharded and unsharded runs give the same row.
     """
     with evaluating(model), uncompiled(model), Probe(model, stats=config.stats) as probe:
         for ids, labels in batches:
@@ -101,7 +102,7 @@ def probe_row(
         "geometry": probe.geometry() if "geometry" in config.stats else [],
         "attention": probe.attention() if "attention" in config.stats else [],
         **pending,
-        "isometry_drift": isometry_drift(model),
+        "isometry_error": isometry_drift(model),
         "gains": {name: plain(value) for name, value in model.gains().items()},
     }
 
@@ -117,9 +118,24 @@ def measure_sites(
     size = config.train.micro_batch_size or config.train.batch_size
     batches = evaluation_batches(data.held_out, config.train.sequence_length, size, num_tokens)
     world = World(device=next(model.parameters()).device)
-    pending: dict[str, Any] = {"gradient_norms": {}, "optimizer": {}}
+    pending: dict[str, Any] = {"gradient_norms": {}, **step_numbers([])}
     step = config.train.num_steps
     return probe_row(model, batches, config.probe, world, step=step, pending=pending)
+
+
+def step_numbers(metrics: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The optimiser's `metrics()` of every rank, joined and parted by what the reader looks for.
+
+    Returns {"isometry_drift": {parameter: value}, "optimizer": {name: value}}.
+    """
+    drift, others = {}, {}
+    for name, value in (item for part in metrics for item in part.items()):
+        kind, _, parameter = name.partition("/")
+        if kind == "isometry_drift":
+            drift[parameter] = value
+        else:
+            others[name] = value
+    return {"isometry_drift": drift, "optimizer": others}
 
 
 def plain(value: Any) -> Any:
