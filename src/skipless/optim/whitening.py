@@ -183,7 +183,7 @@ class Whitening(RoleOptimizer):
     def _note_preconditioner(self, p: Tensor, group: dict[str, Any]) -> dict[str, float]:
         """Age of the oldest block's basis in steps, and the range of eigenvalue estimates."""
         state = self.state[p]
-        if self._reference or "momentum" not in state:  # another rank owns it, or no step yet
+        if self._reference or not state.keys() - {"step"}:  # another rank owns it, or no step yet
             return {}
         every, t = group["refresh_every"], int(state["step"])
         numbers = {"preconditioner_age": float(min(t, every - 1))}
