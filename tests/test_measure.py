@@ -1,0 +1,127 @@
+"""Measuring a finished run: every file, nothing twice, and what goes wrong in one sentence."""
+
+import json
+import math
+
+import pytest
+
+from skipless.errors import UserError
+from skipless.measure import evaluate_run, measure_all, probe_run, quantize_run, sample_run
+from skipless.train import load_run
+
+FILES = ("eval.json", "quant.json", "probe.json", "samples.json")
+
+
+@pytest.fixture
+def run(copy_run, tmp_path):
+    return load_run(copy_run(tmp_path / "run"))
+
+
+def read(run, name):
+    return json.loads((run.path / name).read_text())
+
+
+def test_measure_all_writes_every_file_once(run):
+    for name in FILES:
+        (run.path / name).unlink()
+    said = []
+    measure_all(run, say=said.append)
+    assert sorted(said) == sorted(f"writing {name}" for name in FILES)
+    assert all((run.path / name).exists() for name in FILES)
+    (run.path / "eval.json").write_text('{"mine": 1}')
+    (run.path / "samples.json").unlink()
+    said.clear()
+    measure_all(run, say=said.append)
+    assert said == ["writing samples.json"]
+    assert read(run, "eval.json") == {"mine": 1}
+
+
+def test_the_files_agree_with_each_other(run):
+    evaluation, quant, trained = (
+        read(run, "eval.json"),
+        read(run, "quant.json"),
+        read(run, "train.json"),
+    )
+    assert math.isclose(evaluation["perplexity"], math.exp(evaluation["held_out_loss"]))
+    assert math.isclose(quant["full_precision"], evaluation["held_out_loss"], rel_tol=1e-9)
+    assert abs(evaluation["held_out_loss"] - trained["held_out_loss"]) < 0.2  # other batches
+    bits = evaluation["held_out_loss"] / math.log(2) / run.data.bytes_per_token
+    assert math.isclose(evaluation["bits_per_byte"], bits)
+    settings = run.config.evaluate
+    assert [(r["scheme"], r["scope"]) for r in quant["rows"]] == [
+        (scheme, scope) for scheme in settings.schemes for scope in settings.scopes
+    ]
+    for row in quant["rows"]:
+        assert math.isclose(row["loss"] - row["increase"], quant["full_precision"])
+    layers = range(run.config.model.num_hidden_layers)
+    joins = [(layer, sub) for layer in layers for sub in ("attention", "mlp")]
+    assert [(r["layer"], r["sublayer"]) for r in quant["error"]["rows"]] == joins
+    assert all(0 < r["r"] < 10 for r in quant["error"]["rows"])
+    assert all(math.isclose(r["gap"], r["ideal"] - r["sqnr"]) for r in quant["sqnr"]["rows"])
+
+
+def test_probe_rows_have_the_shape_of_training_rows(run):
+    last = [json.loads(line) for line in (run.path / "probes.jsonl").read_text().splitlines()][-1]
+    found = probe_run(run, num_tokens=64)
+    assert found == read(run, "probe.json")
+    assert set(found) == set(last)
+    assert [row["site"] for row in found["sites"]] == [row["site"] for row in last["sites"]]
+    skips = [value for name, value in found["gains"].items() if name.endswith("connection.a")]
+    assert skips == [[0.0]] * 4  # the annealing (C7) is over
+    assert {row["sublayer"] for row in found["geometry"]} == {"attention", "mlp"}
+    assert all(0 <= row["entropy"] < math.log(16) + 1e-6 for row in found["attention"])
+
+
+def test_widths_and_scopes_of_ones_own(run):
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    result = quantize_run(run, schemes=("W2A2", "W16A16"), scopes=("all",), num_tokens=64)
+    assert [row["scheme"] for row in result["rows"]] == ["W2A2", "W16A16"]
+    assert abs(result["rows"][1]["increase"]) < 1e-3
+    assert result["error"]["scope"] == "all"
+    assert result == read(run, "quant.json")
+    after = run.model.state_dict()
+    assert all(before[name].equal(after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"schemes": ("W8",)}, "write W8Afp"),
+        ({"schemes": ("W8A1",)}, "from 2 to 16"),
+        ({"schemes": ("8-8",)}, "not a quantisation scheme"),
+        ({"scopes": ("blocks",)}, "did you mean 'block'"),
+        ({"num_tokens": -5}, "at least 1"),
+    ],
+)
+def test_bad_schemes_leave_the_old_file(run, options, said):
+    before = read(run, "quant.json")
+    with pytest.raises(UserError, match=said) as error:
+        quantize_run(run, **options)
+    assert "\n" not in str(error.value)
+    assert read(run, "quant.json") == before
+
+
+def test_other_bad_input(run):
+    with pytest.raises(UserError, match="at least 1"):
+        probe_run(run, num_tokens=-1)
+    with pytest.raises(UserError, match="at least 1"):
+        evaluate_run(run, num_tokens=-1)
+    with pytest.raises(UserError, match="prompt is empty"):
+        sample_run(run, prompt="")
+    with pytest.raises(UserError, match="shorten it"):
+        sample_run(run, prompt="the king said " * 50)
+
+
+def test_samples_are_the_models_own_text(run):
+    found = sample_run(run, prompt="the king")
+    assert found["prompt"] == "the king"
+    assert isinstance(found["greedy"], str) and found == sample_run(run, prompt="the king")
+
+
+def test_a_run_without_weights_says_so(run, tmp_path):
+    (run.path / "train.json").unlink()
+    import shutil
+
+    shutil.rmtree(run.path / "checkpoint")
+    with pytest.raises(UserError, match="no weights yet"):
+        load_run(run.path)

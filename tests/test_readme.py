@@ -1,0 +1,163 @@
+"""Every command that README.md and the pages of docs/ show can be typed as it stands.
+
+`skipless ...` runs in a temporary directory, in this process: training is shrunk to a second by
+overrides, run directories that a command reads are put there first, and rows that would train in
+processes of their own are replaced by a trained run. `make ...` is planned with `make -n`.
+docs/log.md is a dated record and left out.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from skipless.cli import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+READERS = ("eval", "probe", "quantize", "report", "show")
+
+
+def commands(page: Path) -> list[str]:
+    """The command lines of a page's ```bash and ```console blocks, comments and prompts off."""
+    found = []
+    for language, body in re.findall(r"^ *```(\w+)\n(.*?)^ *```", page.read_text(), re.S | re.M):
+        if language not in ("bash", "console", "sh"):
+            continue
+        for line in body.replace("\\\n", " ").splitlines():
+            if language == "console":
+                if not line.lstrip().startswith("$ "):
+                    continue  # output
+                line = line.lstrip()[2:]
+            words = shlex.split(line, comments=True)
+            if words:
+                found.append(shlex.join(words).replace("'*'", "*"))
+    return found
+
+
+SHOWN = [
+    (f"{page.relative_to(ROOT)}: {command}", command)
+    for page in PAGES
+    if page.name != "log.md"
+    for command in commands(page)
+]
+
+
+def of(*programs: str) -> list:
+    return [
+        pytest.param(shlex.split(command)[1:], id=label)
+        for label, command in SHOWN
+        if shlex.split(command)[0] in programs
+    ]
+
+
+def test_every_command_is_of_a_kind_that_is_checked():
+    known = {"skipless", "make", "torchrun", "git", "cd", "pip"}
+    unknown = [label for label, command in SHOWN if shlex.split(command)[0] not in known]
+    assert not unknown, "teach this file to check them"
+    readme = [command for label, command in SHOWN if label.startswith("README")]
+    assert "make demo" in readme and "make test" in readme
+
+
+@pytest.mark.parametrize("words", of("make"))
+def test_make_targets_exist(words):
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    done = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", of("torchrun"))
+def test_torchrun_lines_parse(words):
+    from torch.distributed.run import get_args_parser
+
+    from skipless import recipes
+    from skipless.cli import _split_settings
+    from skipless.jsonable import override
+
+    parsed = get_args_parser().parse_args(words)
+    assert parsed.module and parsed.training_script == "skipless"
+    rest, settings = _split_settings(parsed.training_script_args)
+    assert rest[0] == "train"
+    override(recipes.get(rest[1]), settings)
+
+
+@pytest.fixture
+def stand_in(monkeypatch, copy_run):
+    """Rows of demo and sweep become copies of the tiny run; nothing is downloaded for them."""
+
+    def train_rows(rows, jobs=None):
+        for row in rows:
+            copy_run(row.directory)
+
+    for module in ("demo", "sweep"):
+        monkeypatch.setattr(f"skipless.{module}.train_rows", train_rows)
+        monkeypatch.setattr(f"skipless.{module}.prepare_data", lambda name: None)
+
+
+@pytest.mark.parametrize("words", of("skipless"))
+def test_skipless_commands_run(
+    words, tmp_path, monkeypatch, capsys, copy_run, stand_in, tiny_settings, text_file
+):
+    monkeypatch.chdir(tmp_path)
+    if ">" in words:  # `... > file`
+        words, (target,) = words[: words.index(">")], words[words.index(">") + 1 :]
+    else:
+        target = None
+    name, *rest = words
+    assert name in COMMANDS or name.startswith("-")
+    put_in_place(name, rest, copy_run)
+    if name != "data":  # named texts stay in the user's cache, others beside `text_file`
+        monkeypatch.setenv("SKIPLESS_CACHE", str(text_file.parent / "cache"))
+    if name == "train":
+        rest += [f"--{key}={value}" for key, value in tiny_settings.items()]
+    assert run([name, *rest]) == 0
+    output = capsys.readouterr().out
+    assert output.strip()
+    if target:
+        Path(target).write_text(output)
+
+
+def put_in_place(name: str, words: list[str], copy_run) -> None:
+    """Make the runs and settings files that a command reads."""
+    for word in words:
+        if name in READERS and word.startswith("runs/") and not Path(word).suffix:
+            if "*" in word:
+                copy_run(Path(word.replace("*", "one")))
+                copy_run(Path(word.replace("*", "two")))
+            elif not Path(word).exists():
+                copy_run(Path(word) if name != "report" else Path(word) / "one")
+        if name == "train" and word.endswith(".json"):
+            from skipless import recipes
+            from skipless.jsonable import to_json
+
+            Path(word).write_text(to_json(recipes.get("demo-fast-rf-kl")))
+        if Path(word).suffix == ".html":
+            Path(word).parent.mkdir(parents=True, exist_ok=True)
+
+
+def run(words: list[str]) -> int:
+    """`main`, with a skip when a registry that the command needs is out of reach."""
+    from skipless.data import UnreachableError
+
+    expanded = []
+    for word in words:
+        expanded += sorted(map(str, Path().glob(word))) if "*" in word else [word]
+    try:
+        return main([*expanded, "--traceback"])
+    except UnreachableError as error:
+        pytest.skip(f"offline: {error}")
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_extraction_reads_both_kinds_of_block(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```bash\nmake demo    # comment\nskipless train a \\\n  --out b\n\n```\n"
+        "```console\n$ skipless list demo\ndemo-rf-kl  ...\n```\n```python\nx = 1\n```\n"
+    )
+    assert commands(page) == ["make demo", "skipless train a --out b", "skipless list demo"]
