@@ -83,7 +83,8 @@ def numpy_default(grads, w, *, lr, b1, b2, decay, every=10):
 
 
 def test_reference_mode_is_the_seven_steps():
-    grads, start = gradients(50, 8, 8), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    grads = gradients(50, 8, 8)
+    start = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     ours, *_ = weights_after(
         KLShampoo, grads, start, lr=1e-3, betas=(0.9, 0.98), reference=True, weight_decay=0.01
     )

@@ -207,11 +207,16 @@ class RoleOptimizer(torch.optim.Optimizer):
         if not sharded:
             return
         everyone = [p for p in group["params"] if is_sharded(p)]
+        fresh = [p for p in sharded if not self.state[p].get("step", 0)]
+        size = torch.stack([local(sharded[p]).abs().sum().float() for p in fresh] or
+                           [torch.zeros(())])  # fmt: skip
+        add_over_ranks(size, fresh)
+        silent = {p for p, x in zip(fresh, size.tolist(), strict=False) if x == 0}
         for exchange in exchanges(everyone, self._cost, self._exchanges):
             owned = exchange.gather(sharded)
-            for p in everyone:
-                if not exchange.is_mine(p) and exchange.holds(p):
-                    self._disown(p)
+            for p in exchange.params:
+                if not exchange.is_mine(p):
+                    self._disown(p, counts=p in sharded and p not in silent)
             sink = Sink(group, collect=True)
             self._update_matrices(group, owned, sink)
             exchange.scatter(sharded, sink)
@@ -231,12 +236,12 @@ class RoleOptimizer(torch.optim.Optimizer):
         m, n = p.shape[0], p.numel() // max(p.shape[0], 1)
         return float(m) ** 3 + float(n) ** 3
 
-    def _disown(self, p: Tensor) -> None:
-        """Another rank keeps this matrix's state; a step count stays, so that no rank looks
-        as if it had never stepped."""
+    def _disown(self, p: Tensor, counts: bool) -> None:
+        """Another rank keeps this matrix's state; only the step count stays, equal to the owner's,
+        so that any rank's copy may be saved and no rank looks as if it had never stepped."""
         step = self.state[p].get("step", torch.zeros(()))
         self.state[p].clear()
-        self.state[p]["step"] = step + 1
+        self.state[p]["step"] = step + float(counts)
 
     def _finite(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(parameter, gradient) where the gradient is finite; others are counted and left out."""

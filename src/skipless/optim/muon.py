@@ -133,6 +133,9 @@ class Muon(RoleOptimizer):
     def _disown(self, p: Tensor) -> None:
         """Nothing to give up: momentum is elementwise and stays with each rank's own piece."""
 
+    def _disown(self, p: Tensor, counts: bool) -> None:
+        """Momentum is sharded like its parameter: every rank keeps its own piece."""
+
     def _update_matrices(
         self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]], sink: Sink
     ) -> None:

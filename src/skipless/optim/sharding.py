@@ -127,9 +127,6 @@ class Exchange:
             self.owner[p] = target
             load[target] += cost(p)
 
-    def holds(self, p: Tensor) -> bool:
-        return p in self.owner
-
     def is_mine(self, p: Tensor) -> bool:
         """Whether this rank computes p's update."""
         return not self.by_rows or self.owner.get(p) == self.rank
