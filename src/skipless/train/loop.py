@@ -40,7 +40,14 @@ from skipless.train.checkpoint import Position
 from skipless.train.diagnose import diagnose, sentence
 from skipless.train.distributed import World, clip, drop_compiled, parallelise, start
 from skipless.train.load import DATA, RESULT, WEIGHTS, save_weights
-from skipless.train.measure import Batch, bits_per_byte, held_out_loss, probe_row, step_numbers
+from skipless.train.measure import (
+    Batch,
+    bits_per_byte,
+    held_out_loss,
+    peak_memory_bytes,
+    probe_row,
+    step_numbers,
+)
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
 from skipless.train.precision import autocast
 from skipless.train.signals import Interrupted, Stop
@@ -61,6 +68,8 @@ class TrainResult:
     held_out_bits_per_byte: float
     seconds: float
     """Training time over all resumptions, measurements included."""
+    peak_memory_bytes: int = 0
+    """Most memory this process (on CUDA: its device) held at once; 0 where that is unknown."""
 
 
 def train(
@@ -287,7 +296,8 @@ class Loop:
         result = TrainResult(
             path=str(run.path), step=self.at.step, tokens=self.at.tokens,
             loss=[r["loss"] for r in rows if "loss" in r][-1],
-            seconds=time.perf_counter() - self.started, **held_out,
+            seconds=time.perf_counter() - self.started,
+            peak_memory_bytes=peak_memory_bytes(self.world.device), **held_out,
         )  # fmt: skip
         self.world.first(lambda: run.write_json(RESULT, asdict(result)))
         return result

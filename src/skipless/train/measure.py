@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,24 @@ def held_out_loss(
             num_tokens += count
     nats, num_tokens = world.total(nats, num_tokens)
     return nats / num_tokens
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most bytes allocated on a CUDA device so far, elsewhere the peak resident size of this
+    process; 0 where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux; ru_maxrss there is at least the parent's
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(ImportError):  # Windows has no such module
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    return 0
 
 
 def bits_per_byte(nats: float, bytes_per_token: float) -> float:
