@@ -91,6 +91,7 @@ def test_widths_and_scopes_of_ones_own(run):
         ({"schemes": ("8-8",)}, "not a quantisation scheme"),
         ({"scopes": ("blocks",)}, "did you mean 'block'"),
         ({"num_tokens": -5}, "at least 1"),
+        ({"num_tokens": 0}, "at least 1"),
     ],
 )
 def test_bad_schemes_leave_the_old_file(run, options, said):
@@ -103,7 +104,7 @@ def test_bad_schemes_leave_the_old_file(run, options, said):
 
 def test_other_bad_input(run):
     with pytest.raises(UserError, match="at least 1"):
-        probe_run(run, num_tokens=-1)
+        probe_run(run, num_tokens=0)
     with pytest.raises(UserError, match="at least 1"):
         evaluate_run(run, num_tokens=-1)
     with pytest.raises(UserError, match="prompt is empty"):

@@ -95,7 +95,7 @@ def stand_in(monkeypatch, copy_run):
 
     for module in ("demo", "sweep"):
         monkeypatch.setattr(f"skipless.{module}.train_rows", train_rows)
-        monkeypatch.setattr(f"skipless.{module}.prepare_data", lambda name: None)
+        monkeypatch.setattr(f"skipless.{module}.prepare_data", lambda config: None)
 
 
 @pytest.mark.parametrize("words", of("skipless"))

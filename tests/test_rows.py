@@ -116,7 +116,7 @@ PARENT = """
     out, *settings = sys.argv[1:]
     rows.FAST_ROWS = ("demo-fast-rf-muon", "demo-fast-residual-adamw")
     skipless.demo.Row = functools.partial(skipless.demo.Row, arguments=tuple(settings))
-    skipless.demo.prepare_data = lambda name: None
+    skipless.demo.prepare_data = lambda config: None
     raise SystemExit(main(["demo", "--fast", "--out", out, "--jobs", "2"]))
 """
 
@@ -188,11 +188,13 @@ def test_sweep_compares_and_names_the_best(tmp_path, monkeypatch):
                 RunDir(row.directory).append("metrics.jsonl", {"held_out_loss": losses[value]})
 
     monkeypatch.setattr(sweep, "train_rows", pretend)
-    monkeypatch.setattr(sweep, "prepare_data", lambda name: None)
+    texts = []
+    monkeypatch.setattr(sweep, "prepare_data", lambda config: texts.append(config.data.sources))
     found = sweep.run_sweep(
         ("demo-rf-kl",), setting="optim.lr", values=tuple(losses), out=tmp_path,
-        settings={"train.seed": "3"},
+        settings={"train.seed": "3", "data.sources": "mine.txt"},
     )  # fmt: skip
+    assert texts == [("mine.txt",)]
     assert [row["held_out_loss"] for row in found] == [5.0, 4.5, None]
     assert found[2]["error"] == "it broke"
     assert sweep.best(found)["demo-rf-kl"]["optim.lr"] == "2e-3"

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from skipless import recipes
+from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.log import say
 from skipless.rows import Row, train_rows
@@ -28,7 +29,7 @@ def run_demo(
     if fresh:
         for row in rows:
             row.remove()
-    prepare_data(names[0])
+    prepare_data(recipes.get(names[0]))
     train_rows(rows, jobs)
     failed = [row for row in rows if row.error]
     for row in failed:
@@ -46,11 +47,10 @@ def run_demo(
     return report
 
 
-def prepare_data(name: str) -> None:
+def prepare_data(config: RunConfig) -> None:
     """Download and tokenise once, before the rows look for it side by side."""
     from skipless.data import prepare
 
-    config = recipes.get(name)
     data = prepare(config.data, config.model.vocab_size)
     if data.fallback_reason:
         say(f"NOTE: {data.fallback_reason}")

@@ -25,6 +25,10 @@ def _quiet(_: str) -> None:
     return None
 
 
+def _or(num_tokens: int | None, default: int) -> int:
+    return default if num_tokens is None else num_tokens
+
+
 def held_out_batches(run: LoadedRun, num_tokens: int) -> list:
     """(input_ids, labels) pairs from the run's held-out documents, [batch, sequence_length]."""
     from skipless.data import evaluation_batches
@@ -39,7 +43,7 @@ def evaluate_run(run: LoadedRun, *, num_tokens: int | None = None) -> dict[str, 
     """Held-out loss in nats with its standard error, perplexity, bits per byte -> eval.json."""
     from skipless.evaluate import loss
 
-    batches = held_out_batches(run, num_tokens or run.config.evaluate.num_tokens)
+    batches = held_out_batches(run, _or(num_tokens, run.config.evaluate.num_tokens))
     report = loss(run.model, batches, bytes_per_token=run.data.bytes_per_token)
     result = {
         "held_out_loss": report.nats,
@@ -67,7 +71,7 @@ def quantize_run(
     settings = run.config.evaluate
     parsed = [Scheme.parse(text) for text in schemes or settings.schemes]
     chosen_scopes = scopes or settings.scopes
-    batches = held_out_batches(run, num_tokens or settings.num_tokens)
+    batches = held_out_batches(run, _or(num_tokens, settings.num_tokens))
     say(f"{len(parsed)} schemes in scopes {', '.join(chosen_scopes)}")
     table = precision_table(run.model, batches, parsed, chosen_scopes)
     few = batches[: max(1, len(batches) // 4)]
@@ -95,7 +99,7 @@ def quantize_run(
 def probe_run(run: LoadedRun, *, num_tokens: int | None = None) -> dict[str, Any]:
     """Statistics of every site on held-out text -> probe.json."""
     config = run.config
-    if num_tokens:
+    if num_tokens is not None:
         config = config.replace(probe={"final_tokens": num_tokens})
     result = measure_sites(run.model, config, run.data, final=True)
     RunDir(run.path).write_json("probe.json", result)

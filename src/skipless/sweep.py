@@ -26,13 +26,13 @@ def run_sweep(
 ) -> list[dict]:
     """Train every recipe at every value; finished runs are not repeated.
 
-    Returns a row a run: {"recipe", "value", "held_out_loss" in nats (None if it failed), "error"},
-    also written to OUT/sweep.json. `settings` are further overrides, the same for all.
+    Returns a row a run: {"recipe", SETTING: value, "held_out_loss" in nats (None if it failed),
+    "error"}, also written to OUT/sweep.json. `settings` are further overrides, the same for all.
     """
     if not names or not values:
         raise UserError("a sweep needs at least one recipe and one value: --values 1e-3 2e-3")
     settings = settings or {}
-    rows, keys = [], []
+    rows, keys, texts = [], [], {}
     for name in names:
         for value in values:
             config = override(recipes.get(name), {**settings, setting: value})
@@ -40,7 +40,9 @@ def run_sweep(
             directory = Path(out) / f"{name}-{setting.rsplit('.', 1)[-1]}-{value}"
             rows.append(Row(name, directory, config.train.num_steps, tuple(arguments)))
             keys.append((name, value))
-    prepare_data(names[0])
+            texts[config.data, config.model.vocab_size] = config
+    for config in texts.values():
+        prepare_data(config)
     train_rows(rows, jobs)
     results = []
     for (name, value), row in zip(keys, rows, strict=True):
