@@ -47,7 +47,7 @@ class Row:
     @property
     def log(self) -> Path:
         """What the process prints."""
-        return self.directory.with_suffix(".log")
+        return self.directory.with_name(self.directory.name + ".log")
 
     def remove(self) -> None:
         """Delete the run, unless a process still holds it."""

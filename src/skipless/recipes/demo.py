@@ -103,7 +103,7 @@ def rf_kl() -> RunConfig:
 @recipe("demo-rf-muon", paper="control")
 def rf_muon() -> RunConfig:
     """No residual connections at the end of training, Muon."""
-    return residual_free("residual-free + Muon", muon(5e-3))
+    return residual_free("residual-free + Muon", muon(2.5e-3))
 
 
 @recipe("demo-rf-literal", paper="proposed, literally")
@@ -135,7 +135,6 @@ def fast(config: RunConfig) -> RunConfig:
     return config.replace(
         name=config.name.replace("demo-", "demo-fast-"),
         model={"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 8},
-        data={"sources": ("shakespeare",)},
         train={"num_tokens": 40_960, "warmup_steps": 8, "eval_every": 20, "eval_tokens": 4_096},
         probe={"every": 20, "num_tokens": 1_024, "final_tokens": 4_096},
         evaluate=dataclasses.replace(config.evaluate, num_tokens=8_192, sample_tokens=24),
