@@ -18,26 +18,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
 from skipless.errors import UserError
 from skipless.optim.blocks import Layout, make_layout
-from skipless.optim.describe import describe, isometry_drift, step_device, tensor_bytes
+from skipless.optim.describe import copies, describe, measure, step_device, tensor_bytes
 from skipless.optim.roles import (
     GAIN_DECAY_ROLES,
     SPECTRAL_ROLES,
     parameter_roles,
     roles_from_tensors,
 )
+from skipless.optim.saved import match_by_name
 from skipless.optim.sharding import (
     Exchange,
     Sink,
     add_over_ranks,
     exchanges,
-    full,
     is_sharded,
     local,
 )
+from skipless.optim.tail import update_adamw
 
 Named = tuple[str, Tensor]
 
@@ -184,17 +184,17 @@ class RoleOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._metrics = {}
-        before = self._copies() if self.collect_metrics else {}
+        before = copies(self) if self.collect_metrics else {}
         for group in self.param_groups:
             ready = [p for p in group["params"] if p.grad is not None and p.numel()]
             if any(p.grad.is_sparse for p in ready):
                 raise UserError("a gradient is sparse; build the embedding with sparse=False")
             pairs = self._finite(ready)
             if group["algorithm"] == "adamw":
-                self._update_adamw(group, pairs)
+                update_adamw(self.state, group, pairs)
             else:
                 self._update_spectral(group, pairs)
-        self._measure(before)
+        self._metrics = measure(self, before)
         return loss
 
     def _update_spectral(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
@@ -262,37 +262,6 @@ class RoleOptimizer(torch.optim.Optimizer):
                     self.skipped[name] = self.skipped.get(name, 0) + 1
         return pairs
 
-    def _update_adamw(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Decoupled AdamW, moments in float32 whatever the parameter's dtype."""
-        lists: dict[tuple, list[tuple]] = {}
-        for p, g in pairs:
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p))
-                state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-                state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-            weight, gradient = local(p), local(g)
-            if weight.numel() == 0:
-                state["step"] += 1
-                continue
-            master = weight if weight.dtype == torch.float32 else weight.float()
-            row = (master, gradient.to(master.dtype), local(state["exp_avg"]),
-                   local(state["exp_avg_sq"]), state["step"], weight)  # fmt: skip
-            lists.setdefault((master.device,), []).append(row)
-        for (device,), rows in lists.items():
-            masters, grads, first, second, steps, weights = map(list, zip(*rows, strict=True))
-            fused = device.type in ("cpu", "cuda")
-            adamw(
-                masters, grads, first, second, [], steps,
-                foreach=not fused, capturable=False, differentiable=False, fused=fused,
-                grad_scale=None, found_inf=None, has_complex=False, amsgrad=False,
-                beta1=group["betas"][0], beta2=group["betas"][1], lr=float(group["lr"]),
-                weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-            )  # fmt: skip
-            for master, weight in zip(masters, weights, strict=True):
-                if master is not weight:
-                    weight.copy_(master)
-
     # ---- state ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -302,7 +271,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         here tensors keep theirs and move to the parameter's device. Raises UserError when a
         parameter is missing in the file.
         """
-        state_dict = self._by_name(state_dict)
+        state_dict = match_by_name(state_dict, self.param_groups)
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         own = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
@@ -315,30 +284,6 @@ class RoleOptimizer(torch.optim.Optimizer):
                     device = self._state_device(what, p)
                     self.state[p][what] = value.detach().to(device).clone()
         self._state_replaced()
-
-    def _by_name(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        groups = state_dict["param_groups"]
-        if not all(g.get("param_names") for g in [*groups, *self.param_groups]):
-            return state_dict
-        place = {
-            name: (i, key)
-            for i, g in enumerate(groups)
-            for name, key in zip(g["param_names"], g["params"], strict=True)
-        }
-        rebuilt = []
-        for group in self.param_groups:
-            missing = [n for n in group["param_names"] if n not in place]
-            if missing:
-                raise UserError(
-                    f"the saved optimiser state has no parameter {missing[0]!r} "
-                    f"({len(missing)} missing); build the optimiser for the model it was saved with"
-                )
-            source = groups[place[group["param_names"][0]][0]]
-            rebuilt.append(
-                {**source, "params": [place[n][1] for n in group["param_names"]],
-                 "param_names": list(group["param_names"])}
-            )  # fmt: skip
-        return {**state_dict, "param_groups": rebuilt}
 
     def _state_device(self, what: str, p: Tensor) -> torch.device:
         if what != "step":
@@ -360,32 +305,8 @@ class RoleOptimizer(torch.optim.Optimizer):
         set before it."""
         return {"skipped_gradients": float(sum(self.skipped.values())), **self._metrics}
 
-    def _copies(self) -> dict[Tensor, Tensor]:
-        return {
-            p: full(p.detach()).float().clone()
-            for group in self.param_groups
-            if group["algorithm"] != "adamw" or group["role"] in self._spectral_roles
-            for p in group["params"]
-            if p.grad is not None
-        }
-
-    def _measure(self, before: dict[Tensor, Tensor]) -> None:
-        """Update RMS, isometry drift (O4) and the preconditioner's numbers of one step."""
-        for group in self.param_groups:
-            lr = float(group["lr"])
-            for p in [p for p in group["params"] if p in before]:
-                after, name = full(p.detach()).float(), self._names.get(p, "?")
-                numbers = {}
-                if lr > 0:
-                    undecayed = after / (1 - lr * group["weight_decay"])
-                    numbers["update_rms"] = float(
-                        (before[p] - undecayed).square().mean().sqrt() / lr
-                    )
-                numbers["isometry_drift"] = isometry_drift(before[p], after)
-                numbers.update(self._note_preconditioner(p, group))
-                self._metrics.update({f"{what}/{name}": x for what, x in numbers.items()})
-
     def _note_preconditioner(self, p: Tensor, group: dict[str, Any]) -> dict[str, float]:
+        """A method's own numbers about one matrix, for `metrics`."""
         return {}
 
     def state_bytes(self) -> int:

@@ -26,9 +26,7 @@ class AdamW(RoleOptimizer):
         weight_decay: float = 0.01,
         **routing: Any,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **routing
-        )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **routing)
 
 
 WHITENING: dict[str, type[Whitening]] = {

@@ -1,4 +1,6 @@
-"""What an optimiser can tell about itself: the table of `describe()`, and isometry drift (O4)."""
+"""What an optimiser can tell about itself: the table of `describe()`, the numbers of `metrics()`,
+among them isometry drift (O4). Read by base.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.optim.sharding import local
+from skipless.optim.sharding import full, local
 
 
 def step_device(p: Tensor) -> torch.device:
@@ -36,6 +38,35 @@ def isometry_drift(before: Tensor, after: Tensor) -> float:
     change = after @ after.mT - gram
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
     return float((torch.linalg.eigvalsh(change).abs().amax(-1) / size).max())
+
+
+def copies(optimizer: Any) -> dict[Tensor, Tensor]:
+    """Float32 copies of the hidden matrices that have a gradient, whole also where sharded."""
+    return {
+        p: full(p.detach()).float().clone()
+        for group in optimizer.param_groups
+        if group["algorithm"] != "adamw" or group["role"] in optimizer._spectral_roles
+        for p in group["params"]
+        if p.grad is not None
+    }
+
+
+def measure(optimizer: Any, before: dict[Tensor, Tensor]) -> dict[str, float]:
+    """Update RMS, isometry drift (O4) and the preconditioner's numbers of the step since `before`
+    (of `copies`), as "what/parameter"."""
+    found: dict[str, float] = {}
+    for group in optimizer.param_groups:
+        lr = float(group["lr"])
+        for p in [p for p in group["params"] if p in before]:
+            after, name = full(p.detach()).float(), optimizer._names.get(p, "?")
+            numbers = {}
+            if lr > 0:
+                undecayed = after / (1 - lr * group["weight_decay"])
+                numbers["update_rms"] = float((before[p] - undecayed).square().mean().sqrt() / lr)
+            numbers["isometry_drift"] = isometry_drift(before[p], after)
+            numbers.update(optimizer._note_preconditioner(p, group))
+            found.update({f"{what}/{name}": x for what, x in numbers.items()})
+    return found
 
 
 def describe(optimizer: Any) -> str:

@@ -164,9 +164,7 @@ class _Chunk:
             for q, layout, where in zip(self.params, self.layouts, self.where, strict=True):
                 sink.take(q, layout.from_blocks(whole[where]))
         if self.is_kl:
-            self.accumulate(
-                self.right.whiten(p, self.root_r), self.left.whiten(p, self.root_l)
-            )
+            self.accumulate(self.right.whiten(p, self.root_r), self.left.whiten(p, self.root_l))
         else:
             self.accumulate(p, p)
 

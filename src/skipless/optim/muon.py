@@ -130,9 +130,6 @@ class Muon(RoleOptimizer):
         buffer = state["momentum"].lerp_(g, 1 - momentum)
         return torch.lerp(g, buffer, momentum) if group["nesterov"] else buffer
 
-    def _disown(self, p: Tensor) -> None:
-        """Nothing to give up: momentum is elementwise and stays with each rank's own piece."""
-
     def _disown(self, p: Tensor, counts: bool) -> None:
         """Momentum is sharded like its parameter: every rank keeps its own piece."""
 
