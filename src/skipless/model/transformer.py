@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.config import ModelConfig
@@ -20,7 +19,9 @@ from skipless.model.attention import Attention
 from skipless.model.block import Block
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
+from skipless.model.losses import cross_entropy
 from skipless.model.norms import build_norm
+from skipless.model.relation_encoder import RelationEncoder
 from skipless.model.rope import RotaryTables
 from skipless.sites import Site
 
@@ -190,7 +191,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
             f"labels have shape {list(labels.shape)} and the logits {list(logits.shape)}; "
             f"labels of shape {list(logits.shape[:-1])} were expected"
         )
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+    return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 @torch.no_grad()
@@ -217,7 +218,10 @@ def initialize(model: Transformer, seed: int = 0) -> None:
     for index, block in enumerate(model.layers):
         for name, value in initializers.layer_weights(config, index, seed).items():
             write(block.get_submodule(name).weight, value)
-    for module in model.modules():
+    for name, module in model.named_modules():
+        if isinstance(module, RelationEncoder):
+            module.reset_parameters(initializers.generator_for(seed, name))
+            written.update(id(p) for p in module.parameters())
         if isinstance(module, Attention) and module.identity_bias is not None:
             module.identity_bias.fill_(config.init.identity_bias)
             written.add(id(module.identity_bias))
