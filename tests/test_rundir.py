@@ -22,7 +22,8 @@ def test_create_then_reopen(tmp_path):
 
 
 def test_other_settings_are_refused_and_named(tmp_path):
-    RunDir.create(tmp_path / "run", RunConfig())
+    run = RunDir.create(tmp_path / "run", RunConfig())
+    (run / "checkpoint" / "step-00000003").mkdir(parents=True)
     with pytest.raises(UserError, match=r"optim.lr is 0.001 there and 0.5 here"):
         RunDir.create(tmp_path / "run", RunConfig().replace(optim={"lr": 0.5}))
     RunDir.create(tmp_path / "run", RunConfig().replace(optim={"lr": 0.5}), fresh=True)
@@ -35,6 +36,114 @@ def test_a_foreign_directory_is_never_touched(tmp_path):
         with pytest.raises(UserError, match="not a run of ours"):
             RunDir.create(tmp_path, RunConfig(), fresh=fresh)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+OTHER = RunConfig().replace(optim={"lr": 0.5})
+
+
+def test_without_weights_corrected_settings_start_anew(tmp_path):
+    run = RunDir.create(tmp_path / "run", RunConfig())
+    run.append("metrics.jsonl", {"step": 1})
+    (run / "notes.txt").write_text("mine")
+    RunDir.create(tmp_path / "run", OTHER)
+    assert run.config() == OTHER and run.read_jsonl("metrics.jsonl") == []
+    assert (run / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ["environment.json"],
+        ["environment.json", ".config.json.0a1b2c3d.tmp"],
+        [".config.json.0a1b2c3d.tmp", ".lock"],
+        ["environment.json", "metrics.jsonl", ".config.json.0a1b2c3d.old/config.json"],
+        [],
+    ],
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_what_a_stop_at_the_start_left_does_not_block_the_directory(tmp_path, left, fresh):
+    for name in left:
+        write_atomic(tmp_path / name, "half")
+    run = RunDir.create(tmp_path, RunConfig(), fresh=fresh)
+    assert run.config() == RunConfig() and run.read_json("environment.json")["torch"]
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "environment.json", ".lock"}
+
+
+def test_stopped_while_removing_never_looks_like_a_whole_run(tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path / "run", RunConfig())
+    write_atomic(run / "checkpoint/step-00000003/state.json", "{}")
+    real, moved = os.replace, []
+
+    def stop_at_the_second(source, target):
+        if ".old" in str(target):
+            moved.append(source)
+            if len(moved) == 2:
+                raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr("skipless.rundir.os.replace", stop_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        RunDir.create(run.path, OTHER, fresh=True)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="weights and no config.json"):
+        RunDir.create(run.path, OTHER)
+    RunDir.create(run.path, OTHER, fresh=True)
+    assert run.config() == OTHER and not run.has_weights()
+    assert not list(run.path.glob(".*.old"))
+
+
+@pytest.mark.parametrize(
+    "names", [["config.json", "model.safetensors"], ["tensorboard"], ["checkpoint", "samples.json"]]
+)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_our_names_alone_do_not_make_it_ours(tmp_path, names, fresh):
+    for name in names:
+        (tmp_path / name).write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(UserError, match="not a run of ours"):
+        RunDir.create(tmp_path, RunConfig(), fresh=fresh)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
+
+
+def test_fresh_replaces_a_run_whose_settings_are_of_another_version(tmp_path):
+    run = RunDir.create(tmp_path, RunConfig())
+    write_atomic(run / "model.safetensors", "weights")
+    (run / "config.json").write_text('{"gone": 1}')
+    with pytest.raises(UserError, match="unknown setting gone"):
+        RunDir.create(tmp_path, RunConfig())
+    assert RunDir.create(tmp_path, RunConfig(), fresh=True).config() == RunConfig()
+
+
+def test_fresh_spares_a_run_in_use(tmp_path):
+    run = RunDir.create(tmp_path, RunConfig())
+    with run.lock(), pytest.raises(UserError, match="in use"):
+        RunDir.create(tmp_path, RunConfig(), fresh=True)
+
+
+def test_paths_that_cannot_be_a_directory(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="file is a file; choose another"):
+        RunDir.create(tmp_path / "file", RunConfig())
+    with pytest.raises(UserError, match=r"cannot write .*: (Not a directory|File exists)"):
+        RunDir.create(tmp_path / "file" / "x", RunConfig())
+    with pytest.raises(UserError, match=r"cannot write .*: (Not a directory|File exists)"):
+        write_atomic(tmp_path / "file" / "x.json", "{}")
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"cannot write .*lock: Is a directory"):
+        RunDir.create(tmp_path / "run", RunConfig())
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b"{", b"9" * 5000])
+def test_unreadable_files_are_one_sentence(tmp_path, content):
+    run = RunDir.create(tmp_path, RunConfig())
+    for name, read in (
+        ("config.json", run.config),
+        ("train.json", lambda: run.read_json("train.json")),
+        ("metrics.jsonl", lambda: run.read_jsonl("metrics.jsonl")),
+    ):
+        (run / name).write_bytes(content + b"\n{}\n")
+        with pytest.raises(UserError, match=f"{name}.* (JSON|UTF-8)") as error:
+            read()
+        assert "\n" not in str(error.value)
 
 
 def test_opening_nothing_says_what_to_do(tmp_path):

@@ -11,6 +11,7 @@ import json
 import types
 import typing
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Union
 
 from skipless.errors import UserError, suggestion
@@ -45,11 +46,29 @@ def to_json(config: Config) -> str:
 
 def from_json(cls: type[Config], text: str, *, where: str = "") -> Any:
     """The inverse of `to_json`. Raises UserError for text that is not JSON or does not fit."""
+    return cls.from_dict(parse_json(text, where=where or "the settings"))
+
+
+def read_text(path: str | Path) -> str:
+    """A whole UTF-8 file. Raises UserError when it cannot be read or is no text."""
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where or 'the settings'} is not valid JSON ({error})") from None
-    return cls.from_dict(values)
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot read {path}: {error.strerror or error}; check the path and its permission"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); is it the right file?") from None
+
+
+def parse_json(text: str, *, where: str) -> Any:
+    """JSON text as plain values. Raises UserError naming `where` for what is not JSON."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise UserError(f"{where} is not valid JSON (nested too deeply)") from None
+    except ValueError as error:  # also a number of more digits than Python takes
+        raise UserError(f"{where} is not valid JSON ({error})") from None
 
 
 def leaves(config: Config, prefix: str = "") -> dict[str, Any]:
@@ -154,7 +173,7 @@ def _parse(text: str, hint: Any, where: str) -> Any:
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]
         if isinstance(inner, type) and issubclass(inner, Config):
-            return _json(text, where)
+            return parse_json(text, where=f"{where} = {text!r}")
         return [_parse(part.strip(), inner, where) for part in text.split(",") if part.strip()]
     expected = UserError(f"{where} is {text!r}; expected {_describe(hint)}")
     if hint is bool:
@@ -176,10 +195,3 @@ def _whole(number: float) -> int:
     if not number.is_integer():
         raise ValueError(number)
     return int(number)
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is {text!r}; expected JSON ({error})") from None

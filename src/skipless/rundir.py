@@ -8,7 +8,9 @@
     model.safetensors  the trained weights, written last
 
 Whole files go to a temporary name and are renamed; logs are appended line by line, and a torn last
-line (power cut) is dropped on reading. Only one process may hold a run (`lock`).
+line (power cut) is dropped on reading. Only one process may hold a run (`lock`). A directory is
+ours when its config.json reads as one, or when nothing but our own files is in it (`is_ours`): the
+rest of a start that was cut short. Only our own files are ever removed.
 """
 
 from __future__ import annotations
@@ -29,9 +31,16 @@ from typing import Any
 
 from skipless.config import RunConfig, from_json, to_json
 from skipless.errors import UserError
-from skipless.jsonable import leaves
+from skipless.jsonable import leaves, parse_json, read_text
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
+WEIGHTS, CHECKPOINTS, LOCK = "model.safetensors", "checkpoint", ".lock"
+OWN_FILES = (
+    CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, "data.json", "metrics.jsonl", "probes.jsonl",
+    "diagnosis.json", "probe.json", "train.json", "eval.json", "quant.json", "samples.json",
+    "tensorboard",
+)  # fmt: skip
+"""Everything that training and measuring write into a run directory, temporaries apart."""
 
 
 @contextlib.contextmanager
@@ -54,13 +63,28 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         else:
             os.replace(temporary, path)
     except BaseException as error:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong first is what must be told
+            remove(temporary)
         if isinstance(error, OSError):
             raise _disk_error(path, error) from error
         raise
+
+
+def make_directory(path: str | Path) -> Path:
+    """Make `path` and its parents unless they exist. Raises UserError when the disk refuses."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _disk_error(Path(path), error) from error
+    return Path(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a whole folder, whichever it is; nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_atomic(path: str | Path, content: bytes | str) -> Path:
@@ -109,25 +133,90 @@ class RunDir:
     def create(cls, path: str | Path, config: RunConfig, *, fresh: bool = False) -> RunDir:
         """Make the directory, or reuse one that holds the same settings (to resume).
 
-        Raises UserError if it holds other settings and `fresh` is False; the first differing
-        settings are named. `fresh` removes the former run, but only a directory that is one.
+        Raises UserError if it holds trained weights of other settings and `fresh` is False; the
+        first differing settings are named. Without weights there is nothing to lose, and it starts
+        anew. `fresh` removes the former run, but only a directory that is one.
         """
-        run = cls(path)
-        existing = run / CONFIG
-        if fresh and existing.exists():
-            with run.lock():
-                shutil.rmtree(run.path)
-        if existing.exists():
-            _check_same(run.config(), config, run.path)
+        with cls.claim(path, config, fresh=fresh) as run:
             return run
-        if run.path.exists() and any(p.name != ".lock" for p in run.path.iterdir()):
+
+    @classmethod
+    @contextlib.contextmanager
+    def claim(cls, path: str | Path, config: RunConfig, *, fresh: bool = False) -> Iterator[RunDir]:
+        """`create` and hold the lock from before the first look at it to the end of the block."""
+        run = cls(path)
+        run.check(config, fresh=fresh)
+        with run.lock():
+            run.check(config, fresh=fresh)  # again: another process may have been here meanwhile
+            if fresh or not run._continues(config):
+                run.clear()
+            if not (run / CONFIG).exists():
+                write_atomic(run / CONFIG, to_json(config))
+            if not (run / ENVIRONMENT).exists():
+                write_atomic(run / ENVIRONMENT, to_strict_json(environment(), indent=2) + "\n")
+            yield run
+
+    def check(self, config: RunConfig, *, fresh: bool = False) -> None:
+        """Raise UserError if `create` would; changes nothing."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise UserError(f"{self.path} is a file; choose another directory for the run")
+        if not self.is_ours():
             raise UserError(
-                f"{run.path} exists and is not a run of ours (it has no {CONFIG}); choose another "
-                "directory"
+                f"{self.path} exists and is not a run of ours (it has no {CONFIG} of ours, or "
+                "other files and no settings); choose another directory"
             )
-        write_atomic(run / ENVIRONMENT, to_strict_json(environment(), indent=2) + "\n")
-        write_atomic(existing, to_json(config))
-        return run
+        if fresh or not self.has_weights():
+            return
+        if not (self / CONFIG).exists():
+            raise UserError(
+                f"{self.path} holds weights and no {CONFIG}; put it back, choose another directory "
+                "or start anew with --fresh"
+            )
+        _check_same(self.config(), config, self.path)
+
+    def is_ours(self) -> bool:
+        """True for a run, for what a start or removal cut short left of one, and for nothing.
+
+        A model folder of another library also has a config.json and a model.safetensors.
+        """
+        if not self.path.exists() or self._own_config() is not None:
+            return True
+        try:
+            names = [entry.name for entry in self.path.iterdir()]
+        except OSError as error:
+            raise _disk_error(self.path, error) from error
+        begun = ENVIRONMENT in names or any(name.startswith(f".{CONFIG}.") for name in names)
+        return all(map(_is_own, names)) and (begun or set(names) <= {LOCK})
+
+    def has_weights(self) -> bool:
+        """True once training has left something that is worth keeping."""
+        return (self / WEIGHTS).exists() or any((self / CHECKPOINTS).glob("step-*"))
+
+    def clear(self) -> None:
+        """Remove our files, and the directory if nothing else is in it. The lock must be held.
+
+        The settings go first, in one rename with all others, so that being cut short never leaves
+        a directory that looks like a whole run.
+        """
+        aside = self / f".{CONFIG}.{uuid.uuid4().hex[:8]}.old"
+        try:
+            aside.mkdir()
+            own = sorted(p for p in self.path.iterdir() if _is_own(p.name) and p != aside)
+            for entry in sorted(own, key=lambda p: p.name != CONFIG):
+                if entry.name != LOCK:
+                    os.replace(entry, aside / entry.name)
+            shutil.rmtree(aside)
+        except OSError as error:
+            raise _disk_error(self.path, error) from error
+
+    def _own_config(self) -> RunConfig | None:
+        try:
+            return self.config() if (self / CONFIG).exists() else None
+        except UserError:
+            return None
+
+    def _continues(self, config: RunConfig) -> bool:
+        return self._own_config() == config
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
@@ -143,7 +232,7 @@ class RunDir:
     def config(self) -> RunConfig:
         """The settings of this run."""
         path = self / CONFIG
-        return from_json(RunConfig, path.read_text(), where=str(path))
+        return from_json(RunConfig, read_text(path), where=str(path))
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -151,19 +240,23 @@ class RunDir:
 
         The lock belongs to the open file, so it vanishes with its process, even a killed one.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with open(self / ".lock", "a+") as file:
-            if not _try_lock(file):
+        make_directory(self.path)
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(open(self / LOCK, "a+"))
+                if not _try_lock(file):
+                    file.seek(0)
+                    holder = file.read().strip() or "unknown"
+                    raise UserError(
+                        f"{self.path} is in use by another process (pid {holder}); wait for it or "
+                        "choose another directory"
+                    )
                 file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise UserError(
-                    f"{self.path} is in use by another process (pid {holder}); wait for it or "
-                    "choose another directory"
-                )
-            file.seek(0)
-            file.truncate()
-            file.write(str(os.getpid()))
-            file.flush()
+                file.truncate()
+                file.write(str(os.getpid()))
+                file.flush()
+            except OSError as error:
+                raise _disk_error(self / LOCK, error) from error
             yield
 
     def append(self, name: str, row: dict[str, Any]) -> None:
@@ -190,16 +283,19 @@ class RunDir:
         if not path.exists():
             return []
         rows = []
-        lines = path.read_text().splitlines()
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         for number, line in enumerate(lines, start=1):
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                if number == len(lines):
-                    break
+            row = json_row(line)
+            if row is not None:
+                rows.append(row)
+            elif number < len(lines):
                 raise UserError(
-                    f"{path} line {number} is not JSON; delete the line or the run directory"
-                ) from None
+                    f"{path} line {number} is not a JSON object; delete the line or the run "
+                    "directory"
+                )
         return rows
 
     def truncate_jsonl(self, name: str, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -219,11 +315,18 @@ class RunDir:
         if not path.exists():
             return default
         try:
-            return json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path} is not valid JSON ({error}); delete it to make it anew"
-            ) from None
+            return parse_json(read_text(path), where=str(path))
+        except UserError as error:
+            raise UserError(f"{error}; delete the file to make it anew") from None
+
+
+def json_row(line: bytes) -> dict[str, Any] | None:
+    """One line of a .jsonl file; None for anything but a whole JSON object."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):  # torn, or not even text
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def environment() -> dict[str, Any]:
@@ -253,6 +356,13 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def _is_own(name: str) -> bool:
+    if name in OWN_FILES:
+        return True
+    temporary = name.startswith(".") and name.endswith((".tmp", ".old"))
+    return temporary and any(name.startswith(f".{own}.") for own in OWN_FILES)
 
 
 def _check_same(old: RunConfig, new: RunConfig, path: Path) -> None:
