@@ -22,6 +22,9 @@ from skipless.train import load_run, train
 from skipless.train.checkpoint import found
 
 OPTIMIZERS = ("adamw", "muon", "kl_shampoo")
+CROSSED = ("adamw", "kl_shampoo")  # Muon's state is sharded as AdamW's is
+KINDS = [("two", name) for name in OPTIMIZERS]
+KINDS += [(kind, name) for kind in ("two-then-one", "one-then-two") for name in CROSSED]
 
 
 def variant(tiny, name):
@@ -50,6 +53,8 @@ def work_of_two(folder: Path) -> None:
     for name, values in plan["configs"].items():
         config = RunConfig.from_dict(values)
         train(config, folder / f"two-{name}", data=data)
+        if name not in CROSSED:
+            continue
         train(config, folder / f"one-then-two-{name}", data=data)
         try:
             train(config, folder / f"two-then-one-{name}", data=data, on_step=stop_after(4))
@@ -66,8 +71,9 @@ def folder(tiny, data, tmp_path_factory):
     configs = {name: variant(tiny, name) for name in OPTIMIZERS}
     for name, config in configs.items():
         train(config, folder / f"one-{name}", data=data)
-        with pytest.raises(KeyboardInterrupt):
-            train(config, folder / f"one-then-two-{name}", data=data, on_step=stop_after(4))
+        if name in CROSSED:
+            with pytest.raises(KeyboardInterrupt):
+                train(config, folder / f"one-then-two-{name}", data=data, on_step=stop_after(4))
     plan = {"data": str(data.directory), "configs": {n: c.to_dict() for n, c in configs.items()}}
     (folder / "plan.json").write_text(json.dumps(plan))
     command = [
@@ -76,15 +82,14 @@ def folder(tiny, data, tmp_path_factory):
     ]  # fmt: skip
     source = Path(__file__).parents[2] / "src"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr.split("Traceback (most recent call last)", 2)[1][:3000]
-    for name, config in configs.items():
-        train(config, folder / f"two-then-one-{name}", data=data)
+    for name in CROSSED:
+        train(configs[name], folder / f"two-then-one-{name}", data=data)
     return folder
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("kind", ["two", "two-then-one", "one-then-two"])
+@pytest.mark.parametrize(("kind", "name"), KINDS)
 def test_losses_equal_those_of_one_process(folder, kind, name):
     expected = RunDir(folder / f"one-{name}").read_jsonl("metrics.jsonl")
     rows = RunDir(folder / f"{kind}-{name}").read_jsonl("metrics.jsonl")

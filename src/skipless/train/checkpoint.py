@@ -83,7 +83,10 @@ def save(
                 checkpoint_id=temporary,
                 no_dist=not world.is_distributed,
             )
-        merged = {name: s for part in world.gather(skeletons) for name, s in part.items()}
+        merged: dict[str, Any] = {}
+        for name, part in (item for p in world.gather(skeletons) for item in p.items()):
+            # A whitened matrix has its state on one rank and a bare step count on the others.
+            merged[name] = {**merged.get(name, {}), **part}
         state = {
             "step": position.step,
             "tokens": position.tokens,
