@@ -1,11 +1,22 @@
 """Settings: JSON both ways, overrides by dotted name, errors that name the value."""
 
+import subprocess
+import sys
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipless import recipes
-from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig, RunConfig
+from skipless.config import (
+    ConnectionConfig,
+    ConnectionOverride,
+    EvaluateConfig,
+    ModelConfig,
+    OptimizerRecipe,
+    RunConfig,
+    TrainConfig,
+)
 from skipless.errors import UserError, suggestion
 from skipless.jsonable import from_json, leaves, override, to_json
 
@@ -16,6 +27,7 @@ def test_json_round_trip_of_every_recipe(name):
     assert from_json(RunConfig, to_json(config)) == config
 
 
+@settings(deadline=None)  # a busy machine is no failure
 @given(
     lr=st.floats(1e-8, 10),
     beta=st.floats(0, 0.999),
@@ -62,6 +74,74 @@ def test_changes_that_only_fit_together_are_applied_together():
         ("optim.betas", "0.9", "optim.betas"),
         ("train.compile", "maybe", "bool"),
         ("train.sequence_length", "100000", "max_position_embeddings"),
+        ("train.max_grad_norm", "-1", "positive and finite, or none"),
+        ("train.max_grad_norm", "0", "positive and finite, or none"),
+        ("train.max_grad_norm", "nan", "positive and finite, or none"),
+        ("train.eval_tokens", "0", "at least 1"),
+        ("train.keep_checkpoints", "0", "at least 1"),
+        ("train.eval_every", "-1", "at least 0"),
+        ("train.checkpoint_every", "-1", "at least 0"),
+        ("train.warmup_steps", "-5", "at least 0"),
+        ("train.min_lr_ratio", "-1", "in [0, 1]"),
+        ("train.decay_fraction", "3", "in [0, 1]"),
+        ("train.num_threads", "-1", "from 1 to"),
+        ("train.num_threads", "0", "from 1 to"),
+        ("train.micro_batch_size", "99", "from 1 to 8, or none"),
+        ("train.seed", "1000000000000000000", "from 0 to"),
+        ("train.device", "meta", "use auto, cpu"),
+        ("train.device", "cuda:x", "use auto, cpu"),
+        ("optim.lr", "inf", "positive and finite"),
+        ("optim.adamw_lr", "-1", "finite and at least 0, or none"),
+        ("optim.adamw_lr", "nan", "finite and at least 0, or none"),
+        ("optim.gain_lr", "-1", "finite and at least 0, or none"),
+        ("optim.gain_weight_decay", "-3", "finite and at least 0"),
+        ("optim.weight_decay", "nan", "finite and at least 0"),
+        ("optim.eps", "-1", "finite and at least 0"),
+        ("optim.betas", "0.9,2", "two decays in [0, 1)"),
+        ("optim.adamw_betas", "nan,0.9", "two decays in [0, 1)"),
+        ("optim.block_size", "0", "at least 1, or none"),
+        ("optim.momentum", "2", "in [0, 1)"),
+        ("optim.muon_steps", "0", "at least 1"),
+        ("optim.refresh_every", "0", "at least 1"),
+        ("optim.update_rms", "0", "positive and finite, or none"),
+        ("optim.start", "published", "kl_shampoo"),
+        ("optim.reference", "true", "kl_shampoo"),
+        ("model.num_key_value_heads", "-2", "at least 1, or none"),
+        ("model.num_key_value_heads", "0", "at least 1, or none"),
+        ("model.intermediate_size", "-5", "at least 1, or none"),
+        ("model.intermediate_size", "0", "at least 1, or none"),
+        ("model.num_labels", "0", "at least 1, or none"),
+        ("model.dropout", "2", "in [0, 1)"),
+        ("model.attention_dropout", "nan", "in [0, 1)"),
+        ("model.norm_eps", "-1", "at least 0"),
+        ("model.rope_theta", "0", "positive"),
+        ("model.rope_theta", "-3", "positive"),
+        ("model.temperature.beta", "inf", "positive and finite"),
+        ("model.init.std", "-0.1", "positive"),
+        ("model.init.a_vo", "nan", "positive"),
+        ("model.connection.init", "nan", "a finite number, or none"),
+        ("model.connection.anneal_fraction", "0", "in (0, 1]"),
+        ("data.sources", "", "is empty"),
+        ("data.sources", "kjv,kjv", "twice"),
+        ("data.held_out_fraction", "1", "in (0, 1)"),
+        ("data.tokenizer", "", "at least one character"),
+        ("data.text_key", "", "at least one character"),
+        ("probe.every", "-1", "at least 0"),
+        ("probe.num_tokens", "0", "at least 1"),
+        ("probe.final_tokens", "0", "at least 1"),
+        ("probe.stats", "foo", "known values: attention, geometry, moments"),
+        ("probe.stats", "geometry", "add moments"),
+        ("probe.stats", "", "is empty"),
+        ("evaluate.schemes", "W8", "evaluate.schemes: 'W8' does not say"),
+        ("evaluate.schemes", "", "is empty"),
+        ("evaluate.schemes", "W8A8,W8A8-clip:absmax", "the same"),
+        ("evaluate.scopes", "linear,linear", "twice"),
+        ("evaluate.error_scheme", "junk", "evaluate.error_scheme: 'junk' is not"),
+        ("evaluate.error_scheme", "W4Afp", "no error can be followed"),
+        ("evaluate.num_tokens", "0", "at least 1"),
+        ("evaluate.sample_tokens", "-1", "at least 0"),
+        ("evaluate.prompt", "", "at least one character"),
+        ("evaluate.prompt", "\ud800", "surrogate"),
     ],
 )
 def test_bad_overrides_are_told_in_one_sentence(name, value, said):
@@ -69,6 +149,48 @@ def test_bad_overrides_are_told_in_one_sentence(name, value, said):
         override(RunConfig(), {name: value})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TrainConfig(batch_size=2.5),
+        lambda: TrainConfig(warmup_steps="many"),
+        lambda: TrainConfig(keep_checkpoints=True),
+        lambda: OptimizerRecipe(lr=None),
+        lambda: OptimizerRecipe(betas=0.9),
+        lambda: EvaluateConfig(prompt=None),
+        lambda: ConnectionOverride(connection=ConnectionConfig(), layers=()),
+        lambda: ConnectionOverride(connection=ConnectionConfig(), layers=(0, 0)),
+    ],
+)
+def test_settings_made_in_python_are_checked_too(make):
+    with pytest.raises(UserError):
+        make()
+
+
+def test_what_switches_something_off_is_accepted():
+    off = {
+        "train.max_grad_norm": "none", "train.eval_every": "0", "train.checkpoint_every": "0",
+        "train.warmup_steps": "0", "train.min_lr_ratio": "0", "probe.every": "0",
+        "optim.gain_lr": "0", "optim.block_size": "none", "model.norm_eps": "0",
+        "evaluate.sample_tokens": "0", "train.device": "cuda:1",
+    }  # fmt: skip
+    new = leaves(override(RunConfig(), off))
+    assert new["train.max_grad_norm"] is None
+    assert new["optim.block_size"] is None
+    assert new["optim.gain_lr"] == new["model.norm_eps"] == 0.0
+    published = {"optim.name": "kl_shampoo", "optim.reference": "true", "optim.start": "published"}
+    assert override(RunConfig(), published).optim.start == "published"
+
+
+def test_settings_are_checked_without_torch():
+    code = (
+        "import sys; from skipless.config import RunConfig, override; "
+        "override(RunConfig(), {'evaluate.schemes': 'W4A4-w:g128'}); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_numbers_may_be_written_with_an_exponent():

@@ -10,6 +10,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
     ("errors",),
     ("jsonable",),
+    ("scheme",),
+    ("checks",),
     ("config",),
     ("registry", "rundir", "log", "sites"),
     ("recipes", "model", "optim", "data", "probes"),

@@ -15,7 +15,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
-from skipless.errors import UserError, check_choice
+from skipless import checks
+from skipless.errors import UserError
 from skipless.jsonable import Config, from_json, override, to_json
 
 __all__ = [
@@ -35,11 +36,6 @@ __all__ = [
     "override",
     "to_json",
 ]
-
-CONNECTION_KINDS = (
-    "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
-)  # fmt: skip
-OPTIMIZERS = ("adamw", "muon", "soap", "shampoo", "kl_shampoo", "kl_soap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +64,7 @@ class ConnectionConfig(Config):
     anneal_shape: Literal["linear", "cosine"] = "linear"
 
     def __post_init__(self) -> None:
-        check_choice("connection kind", self.kind, CONNECTION_KINDS)
-        if self.kind == "anneal" and not 0 < self.anneal_fraction <= 1:
-            raise UserError(
-                f"anneal_fraction is {self.anneal_fraction}; it is a share of training in (0, 1]"
-            )
-        if self.granularity == "block" and self.kind != "rezero":
-            raise UserError(
-                f"granularity 'block' goes with kind 'rezero' only, not {self.kind!r}; "
-                "use 'scalar' or 'channel'"
-            )
+        checks.check_connection(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +76,9 @@ class ConnectionOverride(Config):
     """Layer indices (negative ones count from the end); None means all."""
     sublayer: Literal["attention", "mlp"] | None = None
     """None means both."""
+
+    def __post_init__(self) -> None:
+        checks.check_override(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +92,7 @@ class TemperatureConfig(Config):
     """Multiply tau by log(visible keys) / log(max_position_embeddings)."""
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise UserError(f"temperature beta is {self.beta}; it must be positive (paper: 1.1)")
+        checks.check_temperature(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +118,9 @@ class InitConfig(Config):
     cs_b: float = 0.6
     identity_bias: float | None = None
     """Start of the learned per-head bias on the diagonal logit (I7); None means no such bias."""
+
+    def __post_init__(self) -> None:
+        checks.check_init(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,32 +157,7 @@ class ModelConfig(Config):
     init: InitConfig = field(default_factory=InitConfig)
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
-                     "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise UserError(f"model.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"model.hidden_size {self.hidden_size} is not divisible by "
-                f"num_attention_heads {self.num_attention_heads}; change one of them"
-            )
-        if self.num_attention_heads % self.key_value_heads:
-            raise UserError(
-                f"model.num_attention_heads {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.key_value_heads}; change one of them"
-            )
-        if self.position == "rope" and self.head_dim % 2:
-            raise UserError(
-                f"head size {self.head_dim} is odd; RoPE turns pairs of channels, so choose "
-                "hidden_size / num_attention_heads even or position 'learned'"
-            )
-        for rule in self.connection_overrides:
-            for layer in rule.layers or ():
-                if not -self.num_hidden_layers <= layer < self.num_hidden_layers:
-                    raise UserError(
-                        f"connection override names layer {layer}; the model has layers 0 to "
-                        f"{self.num_hidden_layers - 1}"
-                    )
+        checks.check_model(self)
 
     @property
     def head_dim(self) -> int:
@@ -232,6 +199,9 @@ class DataConfig(Config):
     seed: int = 0
     """Chooses the held-out documents."""
 
+    def __post_init__(self) -> None:
+        checks.check_data(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecipe(Config):
@@ -271,9 +241,7 @@ class OptimizerRecipe(Config):
     muon_steps: int = 5
 
     def __post_init__(self) -> None:
-        check_choice("optim.name", self.name, OPTIMIZERS)
-        if not self.lr > 0:
-            raise UserError(f"optim.lr is {self.lr}; it must be positive")
+        checks.check_optimizer(self)
 
     def build(self, model):
         """Return one torch.optim.Optimizer that covers every parameter of `model` once."""
@@ -320,13 +288,7 @@ class TrainConfig(Config):
     mirrors: tuple[Literal["tensorboard", "trackio"], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "batch_size", "sequence_length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.micro_batch_size is not None and self.micro_batch_size < 1:
-            raise UserError(
-                f"train.micro_batch_size is {self.micro_batch_size}; it must be at least 1, or none"
-            )
+        checks.check_train(self)
 
     @property
     def num_steps(self) -> int:
@@ -343,7 +305,10 @@ class ProbeConfig(Config):
     """Held-out tokens per measurement during training."""
     final_tokens: int = 16_384
     """Held-out tokens of the measurement after training."""
-    stats: tuple[str, ...] = ("moments", "geometry", "attention")
+    stats: tuple[str, ...] = checks.PROBE_STATS
+
+    def __post_init__(self) -> None:
+        checks.check_probe(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +322,9 @@ class EvaluateConfig(Config):
     """The scheme whose error R_l is followed through depth (S9)."""
     prompt: str = "The king said"
     sample_tokens: int = 48
+
+    def __post_init__(self) -> None:
+        checks.check_evaluate(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from skipless.config import OPTIMIZERS, OptimizerRecipe
+from skipless.checks import OPTIMIZERS
+from skipless.config import OptimizerRecipe
 from skipless.errors import UserError
 from skipless.optim import KLShampoo, build_optimizer, parameter_roles, schedule
 from skipless.optim.schedules import SCHEDULES

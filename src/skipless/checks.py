@@ -1,0 +1,260 @@
+"""Ranges of settings, checked the moment they are made: before data, model or directory exist.
+
+`config.py` calls one `check_*` from each `__post_init__`; the sentence names the setting as the
+command line does (`train.warmup_steps is -5; ...`). Below them the helpers they are made of. No
+torch here: `--help` must be fast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+from skipless.errors import UserError, check_choice
+from skipless.scheme import Scheme
+
+CONNECTION_KINDS = (
+    "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
+    "universal", "gated",
+)  # fmt: skip
+OPTIMIZERS = ("adamw", "muon", "soap", "shampoo", "kl_shampoo", "kl_soap")
+PROBE_STATS = ("moments", "geometry", "attention")
+DEVICES = ("auto", "cpu", "cuda", "mps")
+MAX_THREADS = 4_096
+
+
+def check_connection(config: Any) -> None:
+    """Every setting of `ConnectionConfig`; UserError for the first that cannot be meant."""
+    check_choice("connection kind", config.kind, CONNECTION_KINDS)
+    real("connection", config, "a", "b", "c", "scale")
+    real("connection", config, "init", or_none=True)
+    real("connection", config, "anneal_fraction", interval="(0, 1]")
+    if config.granularity == "block" and config.kind != "rezero":
+        raise UserError(
+            f"granularity 'block' goes with kind 'rezero' only, not {config.kind!r}; "
+            "use 'scalar' or 'channel'"
+        )
+
+
+def check_override(config: Any) -> None:
+    """Every setting of `ConnectionOverride`; UserError for the first that cannot be meant."""
+    if config.layers is not None:
+        some("connection override", config, "layers")
+
+
+def check_temperature(config: Any) -> None:
+    """Every setting of `TemperatureConfig`; UserError for the first that cannot be meant."""
+    real("temperature", config, "beta", interval="(0, inf)")  # the paper's: 1.1
+
+
+def check_init(config: Any) -> None:
+    """Every setting of `InitConfig`; UserError for the first that cannot be meant."""
+    gains = ("a_vo", "a_qk", "a_up", "a_down")
+    real("init", config, "std", *gains, interval="(0, inf)")
+    real("init", config, "cs_c", "cs_a", "cs_b")
+    real("init", config, "identity_bias", or_none=True)
+
+
+def check_model(config: Any) -> None:
+    """Every setting of `ModelConfig`; UserError for the first that cannot be meant."""
+    whole("model", config, "hidden_size", "num_hidden_layers", "num_attention_heads",
+          "vocab_size", "max_position_embeddings")  # fmt: skip
+    optional = ("num_key_value_heads", "intermediate_size", "num_labels")
+    whole("model", config, *optional, or_none=True)
+    real("model", config, "norm_eps", interval="[0, inf)")
+    real("model", config, "rope_theta", interval="(0, inf)")
+    real("model", config, "dropout", "attention_dropout", interval="[0, 1)")
+    if config.hidden_size % config.num_attention_heads:
+        raise UserError(
+            f"model.hidden_size {config.hidden_size} is not divisible by "
+            f"num_attention_heads {config.num_attention_heads}; change one of them"
+        )
+    if config.num_attention_heads % config.key_value_heads:
+        raise UserError(
+            f"model.num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.key_value_heads}; change one of them"
+        )
+    if config.position == "rope" and config.head_dim % 2:
+        raise UserError(
+            f"head size {config.head_dim} is odd; RoPE turns pairs of channels, so choose "
+            "hidden_size / num_attention_heads even or position 'learned'"
+        )
+    for rule in config.connection_overrides:
+        for layer in rule.layers or ():
+            if not -config.num_hidden_layers <= layer < config.num_hidden_layers:
+                raise UserError(
+                    f"connection override names layer {layer}; the model has layers 0 to "
+                    f"{config.num_hidden_layers - 1}"
+                )
+
+
+def check_data(config: Any) -> None:
+    """Every setting of `DataConfig`; UserError for the first that cannot be meant."""
+    some("data", config, "sources")
+    text("data", config, "text_key", "tokenizer")
+    real("data", config, "held_out_fraction", interval="(0, 1)")
+
+
+def check_optimizer(config: Any) -> None:
+    """Every setting of `OptimizerRecipe`; UserError for the first that cannot be meant."""
+    check_choice("optim.name", config.name, OPTIMIZERS)
+    real("optim", config, "lr", interval="(0, inf)")
+    real("optim", config, "adamw_lr", "gain_lr", interval="[0, inf)", or_none=True)
+    decay = ("weight_decay", "gain_weight_decay")
+    real("optim", config, "eps", *decay, interval="[0, inf)")
+    real("optim", config, "update_rms", interval="(0, inf)", or_none=True)
+    real("optim", config, "momentum", interval="[0, 1)")
+    decays("optim", config, "betas", "adamw_betas")
+    whole("optim", config, "refresh_every", "muon_steps")
+    whole("optim", config, "block_size", or_none=True)
+    if config.reference and config.name != "kl_shampoo":
+        raise UserError(
+            f"optim.reference is KL-Shampoo's and optim.name is {config.name!r}; set it to false "
+            "or the name to kl_shampoo"
+        )
+    if config.start == "published" and not config.reference:
+        raise UserError(
+            "optim.start is 'published', which goes with optim.name kl_shampoo and "
+            "optim.reference true only; use 'gradient'"
+        )
+    if config.root == "newton" and config.name in ("soap", "kl_soap"):
+        raise UserError(
+            f"optim.root is 'newton' and {config.name} needs eigenvectors; use qr or eigh"
+        )
+
+
+def check_train(config: Any) -> None:
+    """Every setting of `TrainConfig`; UserError for the first that cannot be meant."""
+    whole("train", config, "num_tokens", "batch_size", "sequence_length", "eval_tokens",
+          "keep_checkpoints")  # fmt: skip
+    whole("train", config, "warmup_steps", "eval_every", "checkpoint_every", low=0)
+    whole("train", config, "seed", low=0, high=2**32 - 1)
+    whole("train", config, "micro_batch_size", high=config.batch_size, or_none=True)
+    whole("train", config, "num_threads", high=MAX_THREADS, or_none=True)
+    real("train", config, "min_lr_ratio", "decay_fraction", interval="[0, 1]")
+    real("train", config, "max_grad_norm", interval="(0, inf)", or_none=True)
+    kind, _, index = config.device.partition(":")
+    if kind not in DEVICES or (":" in config.device and not index.isdecimal()):
+        raise UserError(f"train.device is {config.device!r}; use auto, cpu, cuda, cuda:N or mps")
+
+
+def check_probe(config: Any) -> None:
+    """Every setting of `ProbeConfig`; UserError for the first that cannot be meant."""
+    whole("probe", config, "every", low=0)
+    whole("probe", config, "num_tokens", "final_tokens")
+    some("probe", config, "stats", PROBE_STATS)
+    if "moments" not in config.stats:
+        raise UserError(
+            f"probe.stats is {', '.join(config.stats)}; add moments, which every table starts from"
+        )
+
+
+def check_evaluate(config: Any) -> None:
+    """Every setting of `EvaluateConfig`; UserError for the first that cannot be meant."""
+    schemes("evaluate", config, "schemes")
+    some("evaluate", config, "scopes", ("linear", "block", "all"))
+    whole("evaluate", config, "num_tokens")
+    whole("evaluate", config, "sample_tokens", low=0)
+    text("evaluate", config, "prompt")
+    parsed = scheme("evaluate", "error_scheme", config.error_scheme)
+    if parsed.activation_bits is None:
+        raise UserError(
+            f"evaluate.error_scheme is {config.error_scheme!r}, which leaves activations in "
+            "floating point, so no error can be followed; give them a width, such as W4A4"
+        )
+
+
+def whole(where: str, config: Any, *names: str, low: int = 1, high: int | None = None,
+          or_none: bool = False) -> None:  # fmt: skip
+    """Each field is a whole number from `low` to `high`; UserError otherwise."""
+    for name in names:
+        value = getattr(config, name)
+        if value is None and or_none:
+            continue
+        fits = isinstance(value, Integral) and not isinstance(value, bool) and value >= low
+        if not fits or (high is not None and value > high):
+            range_ = f"at least {low}" if high is None else f"a whole number from {low} to {high}"
+            _refuse(where, name, value, range_, or_none)
+
+
+def real(where: str, config: Any, *names: str, interval: str = "(-inf, inf)",
+         or_none: bool = False) -> None:  # fmt: skip
+    """Each field is a finite number inside `interval`, such as "[0, 1)"; UserError otherwise."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    for name in names:
+        value = getattr(config, name)
+        if value is None and or_none:
+            continue
+        fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+        if fits:
+            fits = low <= value if interval[0] == "[" else low < value
+            fits = fits and (value <= high if interval[-1] == "]" else value < high)
+        if not fits:
+            words = {"(0, inf)": "positive and finite", "[0, inf)": "finite and at least 0",
+                     "(-inf, inf)": "a finite number"}  # fmt: skip
+            _refuse(where, name, value, words.get(interval, f"a number in {interval}"), or_none)
+
+
+def decays(where: str, config: Any, *names: str) -> None:
+    """Each field is a pair of averaging decays in [0, 1); UserError otherwise."""
+    for name in names:
+        pair = getattr(config, name)
+        fits = isinstance(pair, Sequence) and len(pair) == 2
+        if not fits or not all(isinstance(b, Real) and 0 <= b < 1 for b in pair):
+            _refuse(where, name, pair, "two decays in [0, 1), such as 0.9,0.95", False)
+
+
+def some(where: str, config: Any, name: str, choices: Collection[str] | None = None) -> None:
+    """The field is a non-empty list without repetition, of `choices` if given."""
+    values = getattr(config, name)
+    if not values:
+        kinds = f": some of {', '.join(choices)}" if choices else ""
+        raise UserError(f"{where}.{name} is empty; give at least one entry{kinds}")
+    for value in values:
+        if choices is not None:
+            check_choice(f"{where}.{name}", value, choices)
+        if values.count(value) > 1:
+            raise UserError(f"{where}.{name} has {value!r} twice; leave one of them out")
+
+
+def text(where: str, config: Any, *names: str) -> None:
+    """Each field is text that is not empty and can be written as UTF-8; UserError otherwise."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{where}.{name} is {value!r}; give at least one character")
+        if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
+            raise UserError(
+                f"{where}.{name} is {value!r}, which holds half of a surrogate pair; write the "
+                "character itself"
+            )
+
+
+def schemes(where: str, config: Any, name: str) -> None:
+    """The field is a list of quantisation schemes, none of them twice in other words."""
+    some(where, config, name)
+    seen: dict[str, str] = {}
+    for value in getattr(config, name):
+        canonical = str(scheme(where, name, value))
+        if canonical in seen:
+            raise UserError(
+                f"{where}.{name} has {value!r} and {seen[canonical]!r}, which are the same; leave "
+                "one of them out"
+            )
+        seen[canonical] = value
+
+
+def scheme(where: str, name: str, value: str) -> Scheme:
+    """`value` parsed as a quantisation scheme; the UserError names the setting."""
+    try:
+        return Scheme.parse(value)
+    except UserError as error:
+        raise UserError(f"{where}.{name}: {error}") from None
+
+
+def _refuse(where: str, name: str, value: Any, expected: str, or_none: bool) -> None:
+    raise UserError(
+        f"{where}.{name} is {value!r}; it must be {expected}" + (", or none" if or_none else "")
+    )

@@ -1,0 +1,160 @@
+"""What is quantised to how many bits, as one value with a short name (Q1).
+
+    W<b>[A<b>|Afp][-KV<b>][-P<b>]  then any of
+    -w:tensor|channel|g<n>   granularity of weights      (default tensor)
+    -a:tensor|token          granularity of activations  (default tensor)
+    -asym                    zero point, weights and activations (default symmetric)
+    -static                  activation ranges fixed from calibration batches (default dynamic)
+    -clip:absmax|p<percent>|mse|gauss                    (default absmax)
+
+`W8A8`, `W4A4-KV8-w:g128-a:token`, `W3Afp` (weights only), `W8A12-static-clip:p99.9`. `A16` is an
+integer width, `Afp` floating point. Printing gives the canonical text: options in the order
+above, defaults left out. Read by everything that quantises; no torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from skipless.errors import UserError, suggestion
+from skipless.jsonable import Config
+
+MIN_BITS, MAX_BITS = 2, 16
+
+_WIDTHS = re.compile(r"W(\d+)(?:A(\d+|fp))?((?:-.*)?)", re.DOTALL)
+_GROUP = re.compile(r"g([1-9]\d*)")
+_PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")
+_OPTIONS = ("KV<b>", "P<b>", "w:", "a:", "asym", "static", "clip:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme(Config):
+    """Widths and options of one quantisation. `Scheme.parse("W8A8")`; `str(scheme)` is its name.
+
+    `to_dict()` and `Scheme.from_dict()` go to JSON and back. Raises UserError when the widths
+    leave 2..16, or an option would have no effect.
+    """
+
+    weight_bits: int
+    activation_bits: int | None
+    """None keeps activations in floating point (Afp)."""
+    kv_bits: int | None = None
+    """Keys and values; None means the activation's width, where the scope covers them."""
+    probability_bits: int | None = None
+    """Attention probabilities; None means the activation's width, where the scope covers them."""
+    weight_granularity: str = "tensor"
+    """tensor, channel (one scale per output channel) or g<n> (n input channels share a scale)."""
+    activation_granularity: Literal["tensor", "token"] = "tensor"
+    symmetric: bool = True
+    dynamic: bool = True
+    """Activation ranges from each tensor itself; False takes them from calibration batches."""
+    clip: str = "absmax"
+    """absmax, p<percent> (percentile of |x|), mse (least squared error), gauss (S11)."""
+
+    def __post_init__(self) -> None:
+        _check_bits("weights", self.weight_bits)
+        for what in ("activation", "kv", "probability"):
+            bits = getattr(self, f"{what}_bits")
+            if bits is not None:
+                _check_bits(what, bits)
+        _check_value("weight granularity", self.weight_granularity, ("tensor", "channel"), _GROUP)
+        _check_value("activation granularity", self.activation_granularity, ("tensor", "token"))
+        _check_value("clip", self.clip, ("absmax", "mse", "gauss"), _PERCENTILE)
+        percent = _PERCENTILE.fullmatch(self.clip)
+        if percent and not 0 < float(percent[1]) <= 100:
+            raise UserError(f"clip {self.clip!r} is not a percentile in (0, 100]; try p99.9")
+        if self.activation_bits is None and self.kv_bits is None and self.probability_bits is None:
+            for option, idle in (("-static", self.dynamic),
+                                 ("-a:token", self.activation_granularity == "tensor")):
+                if not idle:
+                    raise UserError(
+                        f"{option} has no effect on a weight-only scheme; leave it out or give "
+                        f"activations a width, W{self.weight_bits}A8{option}"
+                    )
+        if not self.dynamic and self.activation_granularity == "token":
+            raise UserError(
+                "-static and -a:token exclude each other, since a fixed range cannot follow each "
+                "token; leave one of them out"
+            )
+
+    @classmethod
+    def parse(cls, text: str | Scheme) -> Scheme:
+        """Read the text form. Raises UserError with one sentence for anything else."""
+        if isinstance(text, Scheme):
+            return text
+        match = _WIDTHS.fullmatch(text) if isinstance(text, str) else None
+        if not match:
+            raise UserError(
+                f"{text!r} is not a quantisation scheme; expected W<bits>A<bits> such as 'W8A8', "
+                "or W<bits>Afp for weights only"
+            )
+        width, activation, options = match.groups()
+        if activation is None:
+            raise UserError(
+                f"{text!r} does not say what happens to activations; write W{width}Afp to keep "
+                f"them in floating point or W{width}A16 for 16-bit integers"
+            )
+        values: dict = {
+            "weight_bits": int(width),
+            "activation_bits": None if activation == "fp" else int(activation),
+        }
+        seen = []
+        for part in options.split("-")[1:]:
+            key, value = _read_option(part, text)
+            if key in seen:
+                raise UserError(f"{text!r} sets {key.replace('_', ' ')} twice; keep one of them")
+            seen.append(key)
+            values[key] = value
+        try:
+            return cls(**values)
+        except UserError as error:
+            raise UserError(f"{text!r}: {error}") from None
+
+    def __str__(self) -> str:
+        activation = "fp" if self.activation_bits is None else self.activation_bits
+        text = f"W{self.weight_bits}A{activation}"
+        if self.kv_bits is not None:
+            text += f"-KV{self.kv_bits}"
+        if self.probability_bits is not None:
+            text += f"-P{self.probability_bits}"
+        if self.weight_granularity != "tensor":
+            text += f"-w:{self.weight_granularity}"
+        if self.activation_granularity != "tensor":
+            text += f"-a:{self.activation_granularity}"
+        text += "" if self.symmetric else "-asym"
+        text += "" if self.dynamic else "-static"
+        return text if self.clip == "absmax" else f"{text}-clip:{self.clip}"
+
+
+def _read_option(part: str, text: str) -> tuple[str, object]:
+    """One option between dashes -> (field, value)."""
+    if match := re.fullmatch(r"(KV|P)(\d+)", part):
+        return ("kv_bits" if match[1] == "KV" else "probability_bits"), int(match[2])
+    if part in ("asym", "static"):
+        return ("symmetric" if part == "asym" else "dynamic"), False
+    name, colon, value = part.partition(":")
+    fields = {"w": "weight_granularity", "a": "activation_granularity", "clip": "clip"}
+    if colon and name in fields:
+        return fields[name], value
+    near = suggestion(part, _OPTIONS, noun="option")
+    raise UserError(f"{text!r} has the unknown option {'-' + part!r}; {near}")
+
+
+def _check_bits(what: str, bits: int) -> None:
+    if not isinstance(bits, int) or isinstance(bits, bool) or not MIN_BITS <= bits <= MAX_BITS:
+        advice = "; use Afp for floating point" if isinstance(bits, int) and bits > MAX_BITS else ""
+        raise UserError(
+            f"{what} width is {bits!r}; a whole number of bits from {MIN_BITS} to {MAX_BITS} "
+            f"was expected{advice}"
+        )
+
+
+def _check_value(what: str, value: str, known: tuple[str, ...], pattern=None) -> None:
+    if value in known or (pattern and isinstance(value, str) and pattern.fullmatch(value)):
+        return
+    extra = {_GROUP: ["g128"], _PERCENTILE: ["p99.9"]}.get(pattern, [])
+    raise UserError(
+        f"{what} is {value!r}; {suggestion(str(value), [*known, *extra], noun='value')}"
+    )
