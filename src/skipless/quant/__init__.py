@@ -1,14 +1,19 @@
-"""Quantisation, simulated: integers of 2 to 16 bits by plain uniform rounding.
+"""Quantisation, simulated and executed: integers of 2 to 16 bits by plain uniform rounding.
 
-    scheme.py       Scheme: widths and options as one value, "W8A8" (Q1)
-    fake.py         fake_quantize: rounding, codes, straight-through gradient (Q1, Q3)
-    ranges.py       the range of a group: absmax, percentile, MSE-best, Gaussian
-    gaussian.py     the Gaussian yardstick (S11)
-    targets.py      which weights and sites a scope covers (Q2)
-    observers.py    static ranges, streaming
-    calibrate.py    running calibration batches
-    activations.py  the hooks
-    apply.py        quantize, restore, quantized, paused
+scheme.py       Scheme: widths and options as one value, "W8A8" (Q1)
+fake.py         fake_quantize: rounding, codes, straight-through gradient (Q1, Q3)
+ranges.py       the range of a group: absmax, percentile, MSE-best, Gaussian
+gaussian.py     the Gaussian yardstick (S11)
+targets.py      which weights and sites a scope covers (Q2)
+observers.py    static ranges, streaming
+calibrate.py    running calibration batches
+activations.py  the hooks
+apply.py        quantize, restore, quantized, paused
+integer.py      the same layers computed with integers (Q4)
+engines.py      ways to do that, all with the same integers
+hardware.py     which of them is right and fast on this machine
+packing.py      codes as bytes
+building.py     compiling kernels/ on first use
 """
 
 from skipless.quant.apply import (
@@ -24,6 +29,7 @@ from skipless.quant.apply import (
 from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.fake import Codes, clip_range, fake_quantize, integer_codes
 from skipless.quant.gaussian import gaussian_clip, gaussian_mse, gaussian_sqnr
+from skipless.quant.integer import IntegerLinear, from_integer, integer_layers, to_integer
 from skipless.quant.observers import RangeObserver
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import SCOPES
@@ -31,16 +37,19 @@ from skipless.quant.targets import SCOPES
 __all__ = [
     "SCOPES",
     "Codes",
+    "IntegerLinear",
     "Quantization",
     "RangeObserver",
     "Scheme",
     "clip_range",
     "evaluation_mode",
     "fake_quantize",
+    "from_integer",
     "gaussian_clip",
     "gaussian_mse",
     "gaussian_sqnr",
     "integer_codes",
+    "integer_layers",
     "measured",
     "paused",
     "quantization",
@@ -49,4 +58,5 @@ __all__ = [
     "quantized",
     "restore",
     "run_batch",
+    "to_integer",
 ]

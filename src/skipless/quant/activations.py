@@ -41,7 +41,7 @@ class ForwardState:
         self.clear()
 
     def clear(self) -> None:
-        self._source = self._result = None
+        self._source = self._result = self._scale = self._codes = None
         self._key: tuple | None = None
         self._finite: list[tuple[str, Tensor]] = []
 
@@ -57,11 +57,29 @@ class ForwardState:
         source, source_version = self._source
         return result if source() is x and x._version == source_version else None
 
-    def remember(self, x: Tensor, key: tuple, result: Tensor) -> None:
+    def remember(self, x: Tensor, key: tuple, result: Tensor, scale: Tensor) -> None:
+        self._codes = None
         if not torch.is_inference(x) and not torch.is_inference(result):
-            self._key = key
+            self._key, self._scale = key, scale
             self._source = (weakref.ref(x), x._version)
             self._result = (result, result._version)
+
+    def remembered_scale(self, x: Tensor, key: tuple) -> Tensor | None:
+        """The scale of `x` if it is the last result of quantising with `key`."""
+        return self._scale if self.remembered(x, key) is x else None
+
+    def remembered_codes(self, x: Tensor, key: tuple) -> tuple[Tensor, Tensor] | None:
+        """The integer codes and scale of `x`, if they were the last ones made."""
+        if self._codes is None or torch.is_inference(x):
+            return None
+        source, version, known, codes, scale = self._codes
+        same = source() is x and version == x._version and known == key
+        return (codes, scale) if same else None
+
+    def remember_codes(self, x: Tensor, key: tuple, codes: Tensor, scale: Tensor) -> None:
+        """Keep what integer layers that read the same tensor share."""
+        if not torch.is_inference(x):
+            self._codes = (weakref.ref(x), x._version, key, codes, scale)
 
     def note_scale(self, name: str, scale: Tensor) -> None:
         self._finite.append((name, torch.isfinite(scale).all()))
@@ -94,7 +112,11 @@ class ForwardState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a model start without remembered tensors."""
-        return self.__dict__ | {"_source": None, "_result": None, "_key": None, "_finite": []}
+        return (
+            self.__dict__
+            | dict.fromkeys(("_source", "_result", "_scale", "_codes", "_key"))
+            | {"_finite": []}
+        )
 
 
 class ActivationQuantizer:
@@ -109,6 +131,13 @@ class ActivationQuantizer:
         if not scheme.dynamic:
             self.observer = RangeObserver(self.bits, symmetric=self.symmetric, clip=self.clip)
         self._key: tuple = (self.bits, self.granularity, self.symmetric, self.clip)
+        self.is_integer = False
+        """The site's linear layer makes the codes itself (`quant.integer`)."""
+
+    @property
+    def key(self) -> tuple:
+        """Equal for sites that quantise in the same way."""
+        return self._key
 
     def finish_calibration(self) -> None:
         """Fix the range to what the observer saw. Raises UserError naming the site."""
@@ -122,6 +151,8 @@ class ActivationQuantizer:
         if state.mode == "off":
             return x
         state.unseen.discard(self.site.name)
+        if self.is_integer and state.mode == "quantize":
+            return x
         if state.mode == "observe":
             self.observer.update(x)
             return x
@@ -137,7 +168,7 @@ class ActivationQuantizer:
         if state.mode == "measure":
             state.measure(self.site.name, x, result)
             return x
-        state.remember(x, self._key, result)
+        state.remember(x, self._key, result, scale)
         return result
 
     def input_hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:

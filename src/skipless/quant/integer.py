@@ -1,0 +1,290 @@
+"""Integer execution: linear layers of a quantised model computed with integers (Q4).
+
+    quantize(model, "W8A12")          # simulated: rounded values in floating point
+    to_integer(model)                 # executed: int16 codes x int8 codes, exact sums
+    from_integer(model)               # simulated again; restore(model) undoes both
+
+1. codes of the activation and its scale, one for the tensor or one a token
+2. an engine's exact integer sums with the weight's codes, packed once
+3. y = (s_a s_w) sum + b in float32, then the layer's dtype
+
+Every engine gives the same bits; `engine="float"` is Q4's evaluation-mode simulation. The hooks of
+`quantize` alone multiply rounded floats, which differs from the exact sum in the last float32
+digits, as does a network that such a difference tips over a rounding border later on.
+
+A layer keeps its place, its class's name, weight, bias, hooks and state_dict; its class becomes a
+subclass with another `forward`. `paused` and `measured` compute in floating point as before; so
+does a layer in training mode while gradients are recorded, straight through. Integer outputs carry
+no gradient. Read by users and `quant.hardware`'s callers; works on any nn.Module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.quant.activations import ActivationQuantizer
+from skipless.quant.apply import Quantization, quantization
+from skipless.quant.engines import ENGINES, Prepared, Problem
+from skipless.quant.fake import integer_codes, quantizer, simulate
+from skipless.quant.hardware import fastest_kernel, pick
+from skipless.quant.scheme import Scheme
+
+_STATE = "_skipless_integer"
+
+
+@dataclass(kw_only=True)
+class _Integer:
+    """What an integer layer carries besides its parameters."""
+
+    engine: str
+    prepared: Prepared
+    quantizer: ActivationQuantizer
+    device: str
+    plain_class: type
+
+
+class _IntegerForward:
+    """Mixed in before the layer's own class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: _Integer = getattr(self, _STATE)
+        site = own.quantizer
+        if site.state.mode != "quantize":  # the hook did what there was to do
+            return super().forward(x)
+        if self.training and torch.is_grad_enabled():
+            result, scale = simulate(x, site.bits, site.granularity, True, site.clip)
+            if isinstance(site.clip, str):
+                site.state.note_scale(site.site.name, scale)
+            return super().forward(result)
+        if x.device.type != own.device:
+            raise UserError(
+                f"the integer weights of {site.site.module} are on {own.device} and the input on "
+                f"{x.device}; call from_integer(model), move the model, then to_integer(model)"
+            )
+        if x.numel() == 0:
+            return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
+        with torch.no_grad():
+            codes, scale = site_codes(site, x)
+            bias = None if self.bias is None else self.bias.detach().float()
+            out = ENGINES[own.engine].linear(own.prepared, codes, scale, bias)
+        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
+
+    def extra_repr(self) -> str:
+        own: _Integer = getattr(self, _STATE)
+        problem = own.prepared.problem
+        text = super().extra_repr()
+        widths = f"W{problem.weight_bits}A{problem.activation_bits}"
+        return f"{text}{', ' if text else ''}{widths}, engine={own.engine}"
+
+
+class IntegerLinear(_IntegerForward, nn.Linear):
+    """An nn.Linear computed with integers; made by `to_integer`, not by hand."""
+
+
+def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
+    """Compute the quantised linear layers of `model` with integers, in place; returns it.
+
+    `engine` is a name in `engines.ENGINES`; by default the fastest exact one for each layer
+    (`hardware.pick`). The model has to be quantised by `quantize` with integer activations,
+    symmetric, weights per tensor or channel. Raises UserError, leaving the model as it was, for
+    anything else, for weights changed since, and when an engine refuses.
+    """
+    record = quantization(model)
+    if record is None:
+        raise UserError("the model is not quantised; call quantize(model, scheme) first")
+    _check_scheme(record.scheme)
+    if integer_layers(model):
+        raise UserError("the model runs on integers already; call from_integer(model) first")
+    if record.state.mode != "quantize":
+        raise UserError("the model is in full precision for now; leave the paused block first")
+    layers = _find_layers(model, record)
+    if not layers:
+        raise UserError(
+            f"no linear layer of {type(model).__name__} has both a quantised weight and a "
+            f"quantised input ({record.describe()}), so nothing would run on integers"
+        )
+    weights = {id(weight.parameter): weight for weight in record.weights}
+    made: list[tuple[nn.Module, _Integer]] = []
+    for module, site in layers:
+        weight = weights[id(module.weight)]
+        if weight.parameter._version != weight.version:
+            raise UserError(
+                f"{weight.name} changed after quantize(), so its codes are not those of the "
+                "values in use; restore(model, discard_changes=True) and quantise it again"
+            )
+        made.append((module, _prepare(module, weight.stored, site, record.scheme, engine)))
+    for module, own in made:
+        setattr(module, _STATE, own)
+        module.__class__ = _integer_class(own.plain_class)
+        own.quantizer.is_integer = True
+        record.handles.append(_Handle(module))
+    return model
+
+
+def from_integer(model: nn.Module) -> nn.Module:
+    """Back to the simulation by hooks. Raises UserError if no layer runs on integers."""
+    record = quantization(model)
+    handles = [h for h in record.handles if isinstance(h, _Handle)] if record else []
+    if not handles:
+        raise UserError("the model does not run on integers; there is nothing to undo")
+    for handle in handles:
+        handle.remove()
+        record.handles.remove(handle)
+    return model
+
+
+def integer_layers(model: nn.Module) -> dict[str, str]:
+    """{name of a layer: its engine} for the layers that run on integers."""
+    return {
+        name: getattr(module, _STATE).engine
+        for name, module in model.named_modules()
+        if isinstance(module, _IntegerForward)
+    }
+
+
+def site_codes(site: ActivationQuantizer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """int16 codes [tokens, in] of a site's tensor and their scale, float32 [1] or [tokens].
+
+    Layers that read the same tensor share them, and a tensor that is on the grid already (a
+    quantised stream) keeps its codes, as in the simulation.
+    """
+    state, key = site.state, site.key
+    if (known := state.remembered_codes(x, key)) is not None:
+        return known
+    if (scale := state.remembered_scale(x, key)) is not None and bool(torch.isfinite(scale).all()):
+        grid = x.reshape(-1, x.shape[-1])
+        grid = grid.float() if grid.dtype in (torch.float16, torch.bfloat16) else grid
+        step = scale.reshape(-1, 1) if scale.dim() else scale
+        limit = 2 ** (site.bits - 1) - 1  # a bfloat16 value may lie past the last grid point
+        codes = (grid / step).round_().clamp_(-limit, limit).to(torch.int16)
+        scale = scale.reshape(-1).float()
+    else:
+        codes, scale = activation_codes(x, site.bits, granularity=site.granularity, clip=site.clip)
+    if isinstance(site.clip, str):
+        state.note_scale(site.site.name, scale)
+    state.remember_codes(x, key, codes, scale)
+    return codes, scale
+
+
+def activation_codes(
+    x: Tensor, bits: int, *, granularity: str = "tensor", clip: Any = "absmax"
+) -> tuple[Tensor, Tensor]:
+    """Codes of `x` [..., in] as int16 [tokens, in], scale float32 [1] or [tokens] (Q1).
+
+    The same codes as `fake.integer_codes`, symmetric. Where that raises, the scale is NaN: for the
+    whole tensor or the token under a dynamic range, for tokens with NaN under a given one; so that
+    what comes of it is NaN and never a plausible number.
+    """
+    rows = x.detach().reshape(-1, x.shape[-1])
+    if rows.numel() == 0:
+        ones = torch.ones(1, device=x.device)
+        return torch.zeros(rows.shape, dtype=torch.int16, device=x.device), ones
+    given = not isinstance(clip, str)
+    clip = clip.to(x.device) if isinstance(clip, Tensor) else clip
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        rows = rows.float()
+    if rows.dtype == torch.float32 and rows.device.type == "cpu" and (given or clip == "absmax"):
+        fused = _fused_codes(rows, bits, granularity == "token", clip if given else None)
+        if fused is not None:
+            return fused
+    step, bounds, _ = quantizer(rows, bits, True, clip, granularity == "tensor")
+    codes = (rows / step).round_().clamp_(*bounds)
+    scale = torch.where(torch.isfinite(step), step, torch.nan).float().reshape(-1)
+    if given:
+        scale = torch.where(rows.isnan().any(-1), torch.nan, scale)
+    return codes.nan_to_num_(0.0).to(torch.int16), scale
+
+
+def _fused_codes(
+    rows: Tensor, bits: int, per_token: bool, clip: Any
+) -> tuple[Tensor, Tensor] | None:
+    """`activation_codes` in one C++ call, or None without a kernel."""
+    kernel = fastest_kernel()
+    if kernel is None:
+        return None
+    step = -1.0
+    if clip is not None:
+        step = float(quantizer(rows[:1], bits, True, clip, True)[0])
+    return kernel.quantize(rows, bits, per_token, step)
+
+
+def _prepare(
+    module: nn.Module, weight: Tensor, site: ActivationQuantizer, scheme: Scheme, engine: str | None
+) -> _Integer:
+    weight = weight.detach().to(module.weight.device)
+    matrix = weight if isinstance(module, nn.Linear) else weight.t()
+    codes, scale = integer_codes(
+        matrix, scheme.weight_bits, granularity=scheme.weight_granularity, clip=scheme.clip
+    )
+    out_features, in_features = codes.shape
+    problem = Problem(
+        weight_bits=scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
+        out_features=out_features, device=module.weight.device.type,
+    )  # fmt: skip
+    try:
+        chosen = pick(problem, engine)
+    except UserError as error:
+        raise UserError(f"{site.site.module}: {error}") from None
+    scale = scale.float().reshape(-1).expand(out_features)
+    return _Integer(
+        engine=chosen.name, prepared=chosen.prepare(codes.to(torch.int16), scale, problem),
+        quantizer=site, device=problem.device, plain_class=type(module),
+    )  # fmt: skip
+
+
+def _find_layers(
+    model: nn.Module, record: Quantization
+) -> list[tuple[nn.Module, ActivationQuantizer]]:
+    quantised = {id(weight.parameter) for weight in record.weights}
+    found = []
+    for site in record.activations:
+        if site.site.kind == "linear_input" and site.site.direction == "input":
+            module = model.get_submodule(site.site.module)
+            if id(module.weight) in quantised:
+                found.append((module, site))
+    return found
+
+
+def _check_scheme(scheme: Scheme) -> None:
+    if scheme.activation_bits is None:
+        problem = f"{scheme} keeps activations in floating point"
+    elif not scheme.symmetric:
+        problem = f"{scheme} has zero points"
+    elif scheme.weight_granularity not in ("tensor", "channel"):
+        problem = f"{scheme} has several scales in one sum"
+    else:
+        return
+    raise UserError(
+        f"{problem}, which integer execution does not cover; use a symmetric W<b>A<b> scheme with "
+        "weights per tensor or channel"
+    )
+
+
+_classes: dict[type, type] = {}
+
+
+def _integer_class(plain: type) -> type:
+    """A subclass with the forward of integers; keeps the name, by which Conv1D is recognised."""
+    if plain is nn.Linear:
+        return IntegerLinear
+    if plain not in _classes:
+        _classes[plain] = type(plain.__name__, (_IntegerForward, plain), {})
+    return _classes[plain]
+
+
+class _Handle:
+    """Among the hooks' handles, so that `restore` removes integer execution with them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def remove(self) -> None:
+        own: _Integer = getattr(self.module, _STATE)
+        self.module.__class__ = own.plain_class
+        own.quantizer.is_integer = False
+        delattr(self.module, _STATE)
