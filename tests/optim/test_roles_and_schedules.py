@@ -117,3 +117,10 @@ def test_schedule_errors_suggest():
         schedule("cosin", 0, 10)
     with pytest.raises(UserError, match="min_lr_ratio"):
         schedule("cosine", 0, 10, min_lr_ratio=2.0)
+
+
+def test_schedule_refuses_a_negative_warm_up_and_a_decay_beyond_the_run():
+    with pytest.raises(UserError, match="warmup_steps is -5"):
+        schedule("cosine", 0, 10, warmup_steps=-5)
+    with pytest.raises(UserError, match="decay_fraction is 3"):
+        schedule("wsd", 0, 10, decay_fraction=3)

@@ -12,18 +12,19 @@ betas, eps, weight_decay, param_names.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipless.errors import UserError
+from skipless.errors import UserError, check_choice
+from skipless.optim import checking
 from skipless.optim.blocks import Layout, make_layout
 from skipless.optim.describe import copies, describe, measure, step_device, tensor_bytes
 from skipless.optim.roles import (
     GAIN_DECAY_ROLES,
+    ROLES,
     SPECTRAL_ROLES,
     parameter_roles,
     roles_from_tensors,
@@ -65,13 +66,21 @@ class RoleOptimizer(torch.optim.Optimizer):
         split: dict[str, int] | None = None,
         spectral_roles: tuple[str, ...] = SPECTRAL_ROLES,
         extra: dict[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
-        for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0 or not math.isfinite(value):
-                raise UserError(f"{what} is {value}; a finite number from 0 on was expected")
-        for what, pair in (("betas", betas), ("adamw_betas", adamw_betas)):
-            if len(pair) != 2 or not all(0 <= b < 1 for b in pair):
-                raise UserError(f"{what} is {pair}; two decays in [0, 1) were expected")
+        checking.no_unknown(self, unknown)
+        for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay),
+                            ("adamw_eps", adamw_eps), ("gain_weight_decay", gain_weight_decay),
+                            ("adamw_lr", adamw_lr), ("gain_lr", gain_lr)):  # fmt: skip
+            if value is not None or what not in ("adamw_lr", "gain_lr"):
+                checking.from_zero(what, value)
+        checking.decays("betas", betas)
+        checking.decays("adamw_betas", adamw_betas)
+        checking.at_least_one("block_size", block_size, or_none=True)
+        for name, parts in (split or {}).items():
+            checking.at_least_one(f"split of {name!r}", parts)
+        for role in spectral_roles:
+            check_choice("spectral_roles", role, ROLES)
         defaults = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "role": None, "algorithm": None, "base_lr": None, **(extra or {}),
@@ -92,7 +101,12 @@ class RoleOptimizer(torch.optim.Optimizer):
         self.skipped: dict[str, int] = {}
         """Non-finite gradients left out so far, by parameter name."""
         self._metrics: dict[str, float] = {}
-        super().__init__(self._as_groups(params), defaults)
+        groups = self._as_groups(params)
+        if not any(group["params"] for group in groups):
+            raise UserError(
+                f"{type(self).__name__} got no parameter to train; pass a model that has some"
+            )
+        super().__init__(groups, defaults)
         unused = [k for k in self._split if not any(k in n for n in self._names.values())]
         if unused:
             raise UserError(f"split names {unused}, which is part of no parameter's name")
@@ -102,6 +116,7 @@ class RoleOptimizer(torch.optim.Optimizer):
     def _as_groups(self, params: nn.Module | Iterable) -> list[dict[str, Any]]:
         if isinstance(params, nn.Module):
             named = list(params.named_parameters())
+            checking.parameters((n, p) for n, p in named if p.requires_grad)
             groups = self._by_role(named, parameter_roles(params), {})
             covered = [n for g in groups for n, _ in g["params"]]
             assert sorted(covered) == sorted(n for n, _ in named), "a parameter has no group"
@@ -113,7 +128,9 @@ class RoleOptimizer(torch.optim.Optimizer):
             raise UserError("params is empty; pass a model, parameters, or groups")
         if not isinstance(params[0], dict):
             params = [{"params": params}]
-        return [g for group in params for g in self._split_group(group)]
+        groups = [g for group in params for g in self._split_group(group)]
+        checking.parameters(pair for group in groups for pair in group["params"])
+        return groups
 
     def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One user's group to groups of one treatment each."""
@@ -127,10 +144,13 @@ class RoleOptimizer(torch.optim.Optimizer):
             e if isinstance(e, tuple) else (f"parameter_{first + i}", e)
             for i, e in enumerate(entries)
         ]
+        checking.parameters(named)
         for name, p in named:
             self._names[p] = name
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         role = options.get("role")
+        if role is not None:
+            check_choice("role of a parameter group", role, ROLES)
         roles = {n: role for n, _ in named} if role else roles_from_tensors(named)
         return self._by_role(named, roles, options)
 
@@ -156,8 +176,14 @@ class RoleOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later; a group that mixes roles becomes several."""
         settled = param_group.get("algorithm") is not None
+        known = {p: self._names.get(p, "?") for group in self.param_groups for p in group["params"]}
         for group in [param_group] if settled else self._split_group(param_group):
             group.setdefault("lr", self.defaults["lr"])
+            checking.group_options(group)
+            entries = group["params"]
+            entries = [entries] if isinstance(entries, Tensor) else entries
+            pairs = [e if isinstance(e, tuple) else ("?", e) for e in entries]
+            checking.parameters(((n, p) for n, p in pairs if p in known), known)
             if group.get("base_lr") is None:
                 group["base_lr"] = float(group["lr"])
             super().add_param_group(group)

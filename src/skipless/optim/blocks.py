@@ -78,7 +78,11 @@ class Layout:
 
 
 def side(length: int, block_size: int | None) -> int:
-    """Block side for a matrix side: the fewest blocks of at most `block_size`, equally long."""
+    """Block side for a matrix side: the fewest blocks of at most `block_size`, equally long.
+
+    A side of no length has no block, of side 1, so that the count of blocks is still defined.
+    """
+    length = max(length, 1)
     if block_size is None or length <= block_size:
         return length
     return math.ceil(length / math.ceil(length / block_size))

@@ -4,6 +4,7 @@ among them isometry drift (O4). Read by base.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,14 +29,19 @@ def isometry_drift(before: Tensor, after: Tensor) -> float:
     """Largest change of W W^T in one step, relative to its mean eigenvalue (O4).
 
     For an orthogonal `before` this is ||W+ W+^T - I||_2. The shorter side is used; stacks give
-    their worst matrix, kernels are flattened behind the output channel.
+    their worst matrix, kernels are flattened behind the output channel. NaN for a matrix without
+    entries or whose products are not finite.
     """
+    if before.numel() == 0:
+        return math.nan
     if before.ndim > 3:
         before, after = before.flatten(1), after.flatten(1)
     if before.shape[-2] > before.shape[-1]:
         before, after = before.mT, after.mT
     gram = before @ before.mT
     change = after @ after.mT - gram
+    if not torch.isfinite(change).all():
+        return math.nan
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
     return float((torch.linalg.eigvalsh(change).abs().amax(-1) / size).max())
 

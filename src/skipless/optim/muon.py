@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.errors import UserError, check_choice
+from skipless.errors import check_choice
+from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer, Sink
 from skipless.optim.blocks import Layout
 from skipless.optim.buckets import CHUNK_BYTES
@@ -105,10 +106,8 @@ class Muon(RoleOptimizer):
     ) -> None:
         check_choice("scale", scale, SCALES)
         check_choice("coefficients", coefficients, (*COEFFICIENTS, "svd"))
-        if not 0 <= momentum < 1:
-            raise UserError(f"momentum is {momentum}; a decay in [0, 1) was expected")
-        if steps < 1:
-            raise UserError(f"steps is {steps}; at least 1 was expected")
+        checking.decay("momentum", momentum)
+        checking.at_least_one("steps", steps)
         self._settings = {"steps": steps, "coefficients": coefficients, "dtype": dtype}
         super().__init__(
             params, lr=lr, betas=(momentum, 0.0), eps=0.0, weight_decay=weight_decay,

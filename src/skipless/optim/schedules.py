@@ -25,13 +25,17 @@ def schedule(
     The first `warmup_steps` steps rise linearly to 1, the first of them already above 0. After
     them `cosine` and `linear` fall to `min_lr_ratio` at the last step, `wsd` stays at 1 and falls
     linearly over the last `decay_fraction` of all steps, `constant` stays at 1. Raises UserError
-    for an unknown kind, a negative step or a ratio outside [0, 1].
+    for an unknown kind, a negative step or warm-up, a ratio or fraction outside [0, 1].
     """
     check_choice("schedule", kind, SCHEDULES)
     if step < 0 or num_steps < 1:
         raise UserError(f"step {step} of {num_steps} steps; a step from 0 on was expected")
     if not 0 <= min_lr_ratio <= 1:
         raise UserError(f"min_lr_ratio is {min_lr_ratio}; it must lie in [0, 1]")
+    if warmup_steps < 0:
+        raise UserError(f"warmup_steps is {warmup_steps}; it must be at least 0")
+    if not 0 <= decay_fraction <= 1:
+        raise UserError(f"decay_fraction is {decay_fraction}; it must lie in [0, 1]")
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if kind == "constant":

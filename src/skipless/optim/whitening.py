@@ -55,6 +55,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice
+from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer, Sink
 from skipless.optim.buckets import Bucket, SideChoice
 from skipless.optim.engine import refresh, rms_scale, step_bucket
@@ -120,10 +121,17 @@ class Whitening(RoleOptimizer):
             raise UserError("start='published' goes with reference=True; use start='gradient'")
         if root == "newton" and self.tail == "adam":
             raise UserError(f"{self.algorithm} needs eigenvectors; use root 'qr' or 'eigh'")
-        if refresh_every < 1:
-            raise UserError(f"refresh_every is {refresh_every}; at least 1 was expected")
-        if update_rms is not None and not update_rms > 0:
-            raise UserError(f"update_rms is {update_rms}; it must be positive, or None")
+        for what, value in (("refresh_every", refresh_every), ("max_side", max_side),
+                            ("rank", rank)):  # fmt: skip
+            checking.at_least_one(what, value)
+        if update_rms is not None:
+            checking.from_zero("update_rms", update_rms)
+            if update_rms == 0:
+                raise UserError("update_rms is 0, so nothing would move; give a size, or None")
+        if not (isinstance(momentum_dtype, torch.dtype) and momentum_dtype.is_floating_point):
+            raise UserError(
+                f"momentum_dtype is {momentum_dtype}; torch.float32 or torch.bfloat16 was expected"
+            )
         self._reference, self._start, self._root = reference, start, root
         self._momentum_dtype = momentum_dtype
         self._sides = {

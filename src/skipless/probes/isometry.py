@@ -21,8 +21,8 @@ def isometry_error(weight: Tensor, scale: float | None = None) -> float:
 
     `scale` is c: 1.0 gives the drift of a matrix that should be orthogonal; None takes the best
     one, (l_max + l_min) / 2 of the eigenvalues of W W^T, which gives (l_max - l_min) / (l_max +
-    l_min) in [0, 1]: 0 for a scaled isometry, 1 for a singular matrix. NaN for a zero or a
-    non-finite matrix. Raises UserError unless W has two dimensions.
+    l_min) in [0, 1]: 0 for a scaled isometry, 1 for a singular matrix. NaN for a zero, an
+    empty or a non-finite matrix. Raises UserError unless W has two dimensions.
     """
     if weight.dim() != 2:
         raise UserError(f"isometry needs a matrix, not a tensor of shape {tuple(weight.shape)}")
@@ -30,7 +30,7 @@ def isometry_error(weight: Tensor, scale: float | None = None) -> float:
     w = w.full_tensor() if hasattr(w, "full_tensor") else w
     w = (w.cpu() if w.device.type == "mps" else w).to(F64)
     gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
-    if not torch.isfinite(gram).all():
+    if gram.numel() == 0 or not torch.isfinite(gram).all():
         return math.nan
     values = torch.linalg.eigvalsh(gram)
     low, high = max(0.0, float(values[0])), float(values[-1])
