@@ -186,6 +186,7 @@ def contender(name: str, num_layers: int, data: PreparedData, folder: Path):
     )  # fmt: skip
     run = RunDir.create(folder / name.replace(" ", "_"), config)
     loop = Loop(config, run, data, World())
+    loop.resume()
     return loop.model, loop.advance
 
 

@@ -148,7 +148,7 @@ class RunDir:
         run.check(config, fresh=fresh)
         with run.lock():
             run.check(config, fresh=fresh)  # again: another process may have been here meanwhile
-            if fresh or not run._continues(config):
+            if fresh or not run.continues(config):
                 run.clear()
             if not (run / CONFIG).exists():
                 write_atomic(run / CONFIG, to_json(config))
@@ -215,7 +215,8 @@ class RunDir:
         except UserError:
             return None
 
-    def _continues(self, config: RunConfig) -> bool:
+    def continues(self, config: RunConfig) -> bool:
+        """True if the directory holds these very settings already."""
         return self._own_config() == config
 
     @classmethod

@@ -9,11 +9,13 @@
     measure.py      held-out loss and probes at a step
     diagnose.py     where a non-finite number came from
     signals.py      Ctrl-C
+    result.py       how a run ended, and whether its weights are whole
     load.py         a finished (or unfinished) run as a model
 """
 
 from skipless.train.load import LoadedRun, load_run
-from skipless.train.loop import Loop, TrainResult, train
+from skipless.train.loop import Loop, train
 from skipless.train.measure import measure_sites
+from skipless.train.result import TrainResult
 
 __all__ = ["LoadedRun", "Loop", "TrainResult", "load_run", "measure_sites", "train"]

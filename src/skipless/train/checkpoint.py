@@ -30,14 +30,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.jsonable import parse_json, read_text
 from skipless.log import say
-from skipless.rundir import write_atomic
+from skipless.rundir import remove, write_atomic
 from skipless.train.distributed import World
 from skipless.train.tree import pack, tensor_paths, unpack
 
 # Update rules whose state has one number an entry of the parameter, on the rank of that entry.
 ELEMENTWISE = ("adamw", "muon")
-STATE, MANIFEST = "state.json", "manifest.json"
+STATE, MANIFEST, METADATA = "state.json", "manifest.json", ".metadata"
+UNUSABLE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError,
+)  # fmt: skip
+"""What reading a damaged checkpoint may raise; not KeyboardInterrupt, nor want of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +126,14 @@ def restore(
     for folder in folders:
         try:
             world.first(lambda folder=folder: _verify(folder))
-            state = world.first(lambda folder=folder: json.loads((folder / STATE).read_text()))
+            state = world.first(lambda folder=folder: _json(folder / STATE))
+            position = _position(state)
             world.agree(lambda f=folder, s=state: _read(f, s, model, optimizer, world))
-        except (OSError, ValueError, KeyError, RuntimeError, EOFError) as error:
+        except UNUSABLE as error:
             if world.is_main:
                 say(f"checkpoint {folder} cannot be used ({error}); trying the one before")
             continue
-        return Position(**{k: state[k] for k in ("step", "tokens", "seconds", "pending")})
+        return position
     if folders:
         raise UserError(
             f"none of the {len(folders)} checkpoints in {directory} can be read; restore one from "
@@ -275,25 +281,48 @@ def _crc(path: Path) -> int:
 def _complete(temporary: Path, final: Path, state: dict[str, Any], sums: dict[str, Any]) -> None:
     """Add the two JSON files and give the folder its real name."""
     write_atomic(temporary / STATE, json.dumps(state))
-    sums |= _checksums([temporary / ".metadata", temporary / STATE])
+    sums |= _checksums([temporary / METADATA, temporary / STATE])
     write_atomic(temporary / MANIFEST, json.dumps(sums, indent=1))
-    if final.exists():  # a damaged one of the same step that restore() passed over
-        shutil.rmtree(final)
+    remove(final)  # a damaged one of the same step that restore() passed over
     temporary.rename(final)
 
 
 def _prune(directory: Path, keep: int) -> None:
     for old in found(directory)[max(1, keep) :]:
-        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove(old)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """One of our JSON files. Raises RuntimeError if it is no object."""
+    try:
+        values = parse_json(read_text(path), where=path.name)
+    except UserError as error:
+        raise RuntimeError(f"its {path.name} is unreadable: {error}") from error
+    if not isinstance(values, dict):
+        raise RuntimeError(f"its {path.name} is not a JSON object")
+    return values
+
+
+def _position(state: dict[str, Any]) -> Position:
+    numbers = [state.get(key) for key in ("step", "tokens", "seconds")]
+    whole = all(isinstance(n, int) and n >= 0 for n in numbers[:2])
+    if not whole or not isinstance(numbers[2], (int, float)):
+        raise RuntimeError(f"its {STATE} does not tell how far it is")
+    if not isinstance(state.get("pending"), dict):
+        raise RuntimeError(f"its {STATE} lacks what the last step left")
+    return Position(**{k: state[k] for k in ("step", "tokens", "seconds", "pending")})
 
 
 def _verify(folder: Path) -> None:
     """Raise RuntimeError if any file is missing or changed."""
-    try:
-        sums = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise RuntimeError(f"its {MANIFEST} is unreadable: {error}") from error
-    for name, (size, crc) in sums.items():
+    sums = _json(folder / MANIFEST)
+    if not {STATE, METADATA} <= sums.keys() or not any(name.startswith("__") for name in sums):
+        raise RuntimeError(f"its {MANIFEST} does not list every file")
+    for name, entry in sums.items():
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise RuntimeError(f"its {MANIFEST} has no size and checksum for {name}")
+        size, crc = entry
         path = folder / name
         if not path.exists():
             raise RuntimeError(f"its file {name} is missing")

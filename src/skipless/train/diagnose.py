@@ -1,9 +1,9 @@
 """Where a NaN or an infinity came from.
 
 Called when the loss or the gradient norm of a step is not finite, before the optimiser has touched
-anything. The same batch runs forward once more with a hook on every module, and the first tensor
-in the order of computation that is not finite is named: a parameter, a module's output or a
-gradient. Read by loop.py.
+anything, or when an update or a held-out loss is not. The same batch runs forward once more with a
+hook on every module, and the first tensor in the order of computation that is not finite is named:
+a parameter, a module's output or a gradient. Read by loop.py.
 """
 
 from __future__ import annotations
@@ -46,10 +46,15 @@ def diagnose(
     return {"kind": kind, "first": first, "parameters": parameters, "gradients": gradients}
 
 
+def all_finite(model: nn.Module, world: World) -> bool:
+    """Whether every parameter is finite on every rank, which must all call it."""
+    return not any(world.total(sum(not _is_finite(p) for p in model.parameters())))
+
+
 def sentence(found: dict[str, Any]) -> str:
     """`found` in words."""
     texts = {
-        "parameter": "the parameter {first} was already non-finite before the step",
+        "parameter": "the parameter {first} is not finite itself",
         "activation": "the first non-finite value is the output of {first}; parameters are finite",
         "gradient": "the forward pass is finite and the first non-finite gradient is {first}'s",
         "loss": "every parameter, output and gradient is finite on a second run",

@@ -19,11 +19,12 @@ from skipless.config import RunConfig
 from skipless.data import PreparedData, load_tokenizer, prepare
 from skipless.errors import UserError
 from skipless.model import Transformer
-from skipless.rundir import RunDir, atomic_path
+from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir, atomic_path
 from skipless.train import checkpoint
 from skipless.train.distributed import World, whole
+from skipless.train.result import check_weights, read_result
 
-WEIGHTS, RESULT, DATA = "model.safetensors", "train.json", "data.json"
+DATA = "data.json"
 
 
 @dataclass(kw_only=True)
@@ -40,11 +41,7 @@ class LoadedRun:
     @cached_property
     def data(self) -> PreparedData:
         """The prepared text of this run; prepared again if it is gone."""
-        record = RunDir(self.path).read_json(DATA, {})
-        directory = Path(record.get("directory", ""))
-        if record and directory.is_dir():
-            return PreparedData.open(directory)
-        return prepare(self.config.data, self.config.model.vocab_size)
+        return open_text(RunDir(self.path), self.config)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -57,12 +54,12 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedR
     run = RunDir.open(path)
     config = run.config()
     model = Transformer(config.model, seed=config.train.seed)
-    finished = run.read_json(RESULT)
+    finished = read_result(run, config)
     if finished:
         load_weights(run / WEIGHTS, model)
-        step = finished["step"]
+        step = finished.step
     else:
-        position = checkpoint.restore(run / "checkpoint", model, None, World())
+        position = checkpoint.restore(run / CHECKPOINTS, model, None, World())
         if position is None:
             raise UserError(
                 f"{run.path} has no weights yet (no checkpoint, no {WEIGHTS}); train it first: run "
@@ -74,6 +71,56 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedR
         path=run.path, config=config, model=model.to(device).eval(), step=step,
         is_finished=bool(finished),
     )  # fmt: skip
+
+
+def open_text(run: RunDir, config: RunConfig) -> PreparedData:
+    """The text a run was trained on: the folder it noted, or the same prepared again.
+
+    Raises UserError if what can be had is other text.
+    """
+    directory = _note(run).get("directory")
+    if directory and (Path(directory) / "prepared.json").is_file():
+        data = PreparedData.open(directory)
+    else:
+        data = prepare(config.data, config.model.vocab_size)
+    check_text(run, data)
+    return data
+
+
+def check_text(run: RunDir, data: PreparedData) -> None:
+    """Raise UserError if the run noted other tokens than those of `data`."""
+    noted = _note(run).get("sha256")
+    for split, found in _hashes(data).items():
+        if noted and noted.get(split) != found:
+            raise UserError(
+                f"{run.path} was trained on other text: the SHA-256 of its {split} is "
+                f"{str(noted.get(split))[:12]} and that of {data.directory} is {found[:12]}; bring "
+                "the former text back or start anew with --fresh"
+            )
+
+
+def note_text(run: RunDir, data: PreparedData) -> None:
+    """Write data.json: where the text is, and what it is."""
+    run.write_json(DATA, {"directory": str(data.directory), "sha256": _hashes(data)})
+
+
+def _hashes(data: PreparedData) -> dict[str, str]:
+    return {
+        "train": data.train.header.sha256,
+        "held_out": data.held_out.header.sha256,
+        "tokenizer": data.train.header.tokenizer_sha256,
+    }
+
+
+def _note(run: RunDir) -> dict[str, Any]:
+    note = run.read_json(DATA, {})
+    fits = isinstance(note, dict) and isinstance(note.get("directory", ""), str)
+    if not fits or not isinstance(note.get("sha256", {}), dict):
+        raise UserError(
+            f"{run / DATA} does not note a folder of text; delete it to prepare the text of the "
+            "settings again"
+        )
+    return note
 
 
 def save_weights(path: Path, model: nn.Module, world: World) -> None:
@@ -98,16 +145,9 @@ def save_weights(path: Path, model: nn.Module, world: World) -> None:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Read what `save_weights` wrote. Raises UserError if the file does not fit the model."""
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path} ({error}); train again with --fresh") from None
-    wanted = set(checkpoint.model_state(model))
-    if wanted != set(tensors):
-        odd = sorted(wanted ^ set(tensors))
-        raise UserError(f"{path} does not fit its config.json: {odd[0]} and {len(odd) - 1} more")
+    check_weights(path, model)
+    tensors = load_file(path)
     # Not strict: the second name of a tied tensor is not in the file.
     model.load_state_dict(tensors, strict=False)

@@ -21,7 +21,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,12 @@ from skipless.log import say
 from skipless.model import Transformer, initialize
 from skipless.optim import schedule
 from skipless.probes import gradient_norms
-from skipless.rundir import RunDir
+from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir
 from skipless.train import checkpoint
 from skipless.train.checkpoint import Position
-from skipless.train.diagnose import diagnose, sentence
+from skipless.train.diagnose import all_finite, diagnose, sentence
 from skipless.train.distributed import World, clip, drop_compiled, parallelise, start
-from skipless.train.load import DATA, RESULT, WEIGHTS, save_weights
+from skipless.train.load import check_text, note_text, open_text, save_weights
 from skipless.train.measure import (
     Batch,
     bits_per_byte,
@@ -50,26 +50,8 @@ from skipless.train.measure import (
 )
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
 from skipless.train.precision import autocast
+from skipless.train.result import RESULT, TrainResult, read_result
 from skipless.train.signals import Interrupted, Stop
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a finished run came to; train.json in its directory says the same."""
-
-    path: str
-    step: int
-    """Optimiser steps in all."""
-    tokens: int
-    loss: float
-    """Of the last training batch, nats per token."""
-    held_out_loss: float
-    """Nats per token."""
-    held_out_bits_per_byte: float
-    seconds: float
-    """Training time over all resumptions, measurements included."""
-    peak_memory_bytes: int = 0
-    """Most memory this process (on CUDA: its device) held at once; 0 where that is unknown."""
 
 
 def train(
@@ -93,18 +75,33 @@ def train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_threads(config.train.num_threads))
         world = stack.enter_context(start(config.train))
-        run = world.first(lambda: RunDir.create(path, config, fresh=fresh))
-        world.first(lambda: stack.enter_context(run.lock()))
-        finished = world.first(lambda: run.read_json(RESULT))
+        run = RunDir(path)
+        world.first(lambda: run.check(config, fresh=fresh))
+        resumes = world.first(lambda: not fresh and run.continues(config))
+        finished = world.first(lambda: read_result(run, config)) if resumes else None
         if finished:
-            return TrainResult(**{**finished, "path": str(run.path)})
+            return finished
+        resumes = resumes and world.first(run.has_weights)
         if data is None:
-            data = world.in_turn(lambda: prepare(config.data, config.model.vocab_size))
-        return Loop(config, run, data, world, on_step).run()
+            data = world.in_turn(
+                lambda: open_text(run, config)
+                if resumes
+                else prepare(config.data, config.model.vocab_size)
+            )
+        elif resumes:
+            world.agree(lambda: check_text(run, data))
+        # All that can fail by a wrong setting is made before anything is written or removed.
+        loop = Loop(config, run, data, world, on_step)
+        world.first(lambda: stack.enter_context(RunDir.claim(path, config, fresh=fresh)))
+        loop.resume()
+        return loop.run()
 
 
 class Loop:
-    """One run in memory: model, optimiser, batches, and how far it is."""
+    """One run in memory: model, optimiser, batches, and how far it is.
+
+    Making it touches no file; `resume` takes up what the directory holds, then comes `run`.
+    """
 
     def __init__(
         self,
@@ -119,7 +116,6 @@ class Loop:
         self.on_step = on_step or (lambda info: None)
         self.report: Callable[[dict[str, Any]], None] = lambda info: None
         self.stop = Stop(alone=not world.is_distributed)
-        world.first(lambda: run.write_json(DATA, {"directory": str(data.directory)}))
 
         # Batches: training ones by step, cut into micro-batches; fixed held-out ones.
         share = self.settings.batch_size // world.size
@@ -129,15 +125,21 @@ class Loop:
             self.settings.seed, world.rank, world.size,
         )  # fmt: skip
 
-        # Model and optimiser, then what a former attempt left.
         self.model = self.build_model()
         if self.settings.compile:
             self.try_compiled()
         self.optimizer = config.optim.build(self.model)
-        restored = checkpoint.restore(run / "checkpoint", self.model, self.optimizer, world)
+
+    def resume(self) -> None:
+        """Take up what a former attempt left, if it did; the directory must be claimed."""
+        run, world = self.directory, self.world
+        restored = checkpoint.restore(run / CHECKPOINTS, self.model, self.optimizer, world)
         self.at = restored or Position()
         self.saved_step = self.at.step if restored else None
-        self.metrics = Metrics(run, config, self.at.step) if world.is_main else Silent()
+        world.first(lambda: note_text(run, self.data))
+        self.metrics = (
+            Metrics(run, self.config, self.at.step) if world.is_main else Silent()
+        )
         self.started = time.perf_counter() - self.at.seconds
 
     def build_model(self) -> Transformer:
@@ -168,7 +170,7 @@ class Loop:
         self.model.zero_grad(set_to_none=True)
 
     def run(self) -> TrainResult:
-        """From the present step to the end."""
+        """From the step `resume` found to the end."""
         reports = reporter(self.config, self.at.step) if self.world.is_main else _no_report()
         with self.stop, reports as self.report:
             try:
@@ -193,7 +195,8 @@ class Loop:
         began = time.perf_counter()
         if any(world.total(self.stop.requested)):  # all processes stop at the same step
             raise Interrupted
-        torch.manual_seed((self.settings.seed * 1_000_003 + step) * world.size + world.rank)
+        seed = (self.settings.seed * 1_000_003 + step) * world.size + world.rank
+        torch.manual_seed(seed % 2**63)
         self.model.set_training_progress(step / self.num_steps)
         multiplier = self.set_rates(step)
 
@@ -201,7 +204,8 @@ class Loop:
         loss = self.backward(batch)
         norm = clip(self.model.parameters(), self.settings.max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.stop_non_finite(batch, loss, norm)
+            numbers = {"loss": loss, "gradient norm": norm}
+            self.stop_non_finite(step + 1, self.micro_batches(batch), numbers)
 
         # On measured steps, keep what only this moment can tell.
         measured = _due(step + 1, self.config.probe.every, self.num_steps)
@@ -210,6 +214,7 @@ class Loop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if measured:
+            self.require_finite_weights(step + 1)
             pending |= step_numbers(world.gather(self.optimizer.metrics()))
 
         now = time.perf_counter()
@@ -269,8 +274,9 @@ class Loop:
     def save(self) -> None:
         """A checkpoint of the present step, unless it is already there."""
         if self.saved_step != self.at.step:
+            self.require_finite_weights(self.at.step)
             checkpoint.save(
-                self.directory / "checkpoint", self.at, self.model, self.optimizer, self.world,
+                self.directory / CHECKPOINTS, self.at, self.model, self.optimizer, self.world,
                 keep=self.settings.keep_checkpoints,
             )  # fmt: skip
             self.saved_step = self.at.step
@@ -295,7 +301,7 @@ class Loop:
         rows = self.world.first(lambda: run.read_jsonl(METRICS))
         result = TrainResult(
             path=str(run.path), step=self.at.step, tokens=self.at.tokens,
-            loss=[r["loss"] for r in rows if "loss" in r][-1],
+            loss=[math.nan, *(r["loss"] for r in rows if r.get("loss") is not None)][-1],
             seconds=time.perf_counter() - self.started,
             peak_memory_bytes=peak_memory_bytes(self.world.device), **held_out,
         )  # fmt: skip
@@ -309,10 +315,13 @@ class Loop:
 
     def held_out(self) -> dict[str, float]:
         """The held-out loss in nats and in bits per byte, as metrics.jsonl names them."""
+        batches = self.held_out_batches(self.settings.eval_tokens)
         nats = held_out_loss(
-            self.model, self.held_out_batches(self.settings.eval_tokens), self.world,
+            self.model, batches, self.world,
             precision=self.settings.precision, check=self.stop.check,
         )  # fmt: skip
+        if not math.isfinite(nats):
+            self.stop_non_finite(self.at.step, batches, {"held-out loss": nats})
         bits = bits_per_byte(nats, self.data.bytes_per_token)
         return {"held_out_loss": nats, "held_out_bits_per_byte": bits}
 
@@ -324,21 +333,25 @@ class Loop:
             check=self.stop.check,
         )  # fmt: skip
 
-    def stop_non_finite(self, batch: Batch, loss: float, norm: float) -> None:
-        """Write diagnosis.json and raise UserError; weights and checkpoints stay as they are."""
-        found = diagnose(
-            self.model, self.micro_batches(batch), self.world, precision=self.settings.precision
-        )
-        run, step = self.directory, self.at.step + 1
-        numbers = {"step": step, "loss": str(loss), "grad_norm": str(norm)}
-        explanation = sentence(found)
-        path = self.world.first(
-            lambda: run.write_json("diagnosis.json", {**numbers, **found, "text": explanation})
-        )
+    def require_finite_weights(self, step: int) -> None:
+        """Stop with a diagnosis if `step` left a weight that is no number; such are never saved."""
+        if not all_finite(self.model, self.world):
+            self.stop_non_finite(step, [], {})
+
+    def stop_non_finite(self, step: int, batches: list[Batch], numbers: dict[str, float]) -> None:
+        """Write diagnosis.json and raise UserError; checkpoints stay as they are."""
+        found = diagnose(self.model, batches, self.world, precision=self.settings.precision)
+        run, explanation = self.directory, sentence(found)
+        named = {name.replace(" ", "_").replace("-", "_"): str(v) for name, v in numbers.items()}
+        record = {"step": step, **named, **found, "text": explanation}
+        path = self.world.first(lambda: run.write_json("diagnosis.json", record))
+        what = " and ".join(f"{k} {v}" for k, v in numbers.items()) or "weights that are no numbers"
+        kept = self.world.first(lambda: checkpoint.found(run / CHECKPOINTS))
+        rest = "the checkpoints before it are intact" if kept else "there is no checkpoint yet"
         raise UserError(
-            f"step {step} has loss {loss} and gradient norm {norm}: {explanation} (details in "
-            f"{path}); nothing was updated and the checkpoints are intact, so start anew with a "
-            "lower optim.lr, more train.warmup_steps or a smaller train.max_grad_norm"
+            f"step {step} has {what}: {explanation} (details in {path}); nothing of it was saved "
+            f"and {rest}, so start anew with a lower optim.lr, more train.warmup_steps or a "
+            "smaller train.max_grad_norm"
         )
 
 

@@ -88,10 +88,20 @@ class Metrics:
     def __init__(self, run: RunDir, config: RunConfig, step: int) -> None:
         self.run = run
         run.truncate_jsonl(
-            METRICS, lambda r: r["step"] < step or (r["step"] == step and "loss" in r)
+            METRICS,
+            lambda r: self._step(r, METRICS) < step or (r["step"] == step and "loss" in r),
         )
-        run.truncate_jsonl(PROBES, lambda r: r["step"] < step)
+        run.truncate_jsonl(PROBES, lambda r: self._step(r, PROBES) < step)
         self.mirrors: list[Mirror] = [MIRRORS[m](run, config, step) for m in config.train.mirrors]
+
+    def _step(self, row: dict[str, Any], name: str) -> int:
+        step = row.get("step")
+        if not isinstance(step, int):
+            raise UserError(
+                f"a line of {self.run / name} has step {step!r}, which is no number of a step; "
+                "delete that line"
+            )
+        return step
 
     def row(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
