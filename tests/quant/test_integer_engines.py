@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import numpy as np
@@ -161,6 +163,25 @@ def test_threads_and_callers_at_once_give_the_same(name):
     for caller in callers:
         caller.join(timeout=120)
     assert results == [True] * 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("name", [n for n in AVAILABLE if n in ("vnni", "avx2", "plain")][:1])
+def test_a_forked_process_makes_its_own_threads(name):
+    """The parent's waiting threads do not exist in the child, which must not wait for them."""
+    problem = Problem(weight_bits=8, activation_bits=8, in_features=64, out_features=160)
+    engine = ENGINES[name]
+    codes = torch.full((30, 64), 3, dtype=torch.int16)
+    prepared = engine.prepare(codes[:1].expand(160, 64), torch.ones(160), problem)
+    torch.set_num_threads(2)
+    expected = engine.sums(prepared, codes)
+    assert bool((expected == 9 * 64).all())
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # a child that waits for ever is killed, and its status tells
+        same = torch.equal(engine.sums(prepared, codes), expected)
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_float_engine_picks_the_cheapest_exact_product(monkeypatch):
