@@ -1,0 +1,319 @@
+"""`patch`: other skip connections in a loaded Hugging Face model; `unpatch` undoes it.
+
+    patch(model, "rezero")                        # gains at 1: the same logits, bit for bit
+    patch(model, "interpolate", sites="mlp", layers=range(-4, 0))
+    patch(whisper, "none", stacks="encoder", layers=[-1])
+
+How: in every chosen layer the one expression `residual + hidden_states` of its `forward` becomes
+`self.mlp_connection(residual, hidden_states, None)`; the rest of the method (dropout, caches,
+casts, decorators) stays as transformers wrote it (`rewriting.py`). The new method lives in a
+subclass of the same name that the layer's `__class__` is set to. So weights, parameter names,
+hooks, isinstance checks, output recording, gradient checkpointing, caches and attention back ends
+are untouched, and putting the class back undoes it all. The only new modules are the
+connections; `model.config.skipless_patch` records them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.config import ConnectionConfig
+from skipless.errors import UserError, check_choice, suggestion
+from skipless.model import CONNECTIONS, Connection, build_connection
+from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks
+from skipless.surgery.rewriting import joining_class, saving_class
+
+__all__ = ["RECORD", "connections", "gains", "patch", "record", "set_training_progress", "unpatch"]
+
+RECORD = "skipless_patch"
+"""Attribute of `model.config` that says what is patched."""
+
+CONSTANT_KINDS = (
+    "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
+)  # fmt: skip
+"""Kinds whose weights do not depend on the token: what `fold` and `prune` work on."""
+
+NEUTRAL: dict[str, dict[str, float]] = {
+    **{kind: {} for kind in CONSTANT_KINDS},
+    "rezero": {"init": 1.0}, "layerscale": {"init": 1.0}, "interpolate": {"scale": 2.0},
+    "gated": {"scale": 2.0},
+}  # fmt: skip
+"""What a kind given by name starts with: the weights that change no logit. Kinds that are not here
+read positions or caches, which a patched layer does not hand on."""
+
+
+def patch(
+    model: nn.Module,
+    connection: str | ConnectionConfig = "rezero",
+    *,
+    sites: str | Sequence[str] = SUBLAYERS,
+    layers: Iterable[int] | int | None = None,
+    stacks: str | Sequence[str] | None = None,
+) -> nn.Module:
+    """Replace skip connections in place; returns the model.
+
+    `connection` by name starts neutral: every kind but none then leaves all logits bit-equal. A
+    ConnectionConfig is taken literally (rezero then starts at 0). `sites`: attention,
+    cross_attention, mlp. `layers`: indices, negative ones from the end; None means all. `stacks`:
+    part of a dotted name ("encoder", "vision_model") or a pattern, for models with several.
+    Gains have the dtype and device of their layer. Raises UserError, with the model as it was, for
+    a site that is patched already, for anything that matches nothing, and for an architecture
+    whose skips cannot be found.
+    """
+    config = _settings(connection)
+    wanted = (sites,) if isinstance(sites, str) else tuple(sites)
+    for site in wanted:
+        check_choice("site", site, SUBLAYERS)
+    chosen = _choose(model, wanted, layers, stacks)
+    new = [(layer, join, _build(config, layer, join)) for layer, join in chosen]
+    for layer, join, module in new:
+        owner = layer.owner(join)
+        setattr(owner, join.name, module)
+        replaced = {*getattr(owner, "_skipless_joins", ()), (join.position, join.name)}
+        owner.__class__ = joining_class(type(owner), frozenset(replaced))
+    for module in _savers(model):
+        module.__class__ = saving_class(type(module))
+    refresh_record(model)
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Put every original class back and remove the connections; returns the model.
+
+    The forward pass is then transformers' own again; weights are left as they are, so that a model
+    that was not trained in between is the original bit for bit. Raises UserError for a model that
+    is not patched.
+    """
+    owners = [m for m in model.modules() if hasattr(type(m), "_skipless_joins")]
+    if not owners:
+        raise UserError(f"{type(model).__name__} is not patched; there is nothing to undo")
+    for module in owners:
+        if "_skipless_joins" not in type(module).__dict__:
+            raise UserError(
+                f"{type(module).__name__} was wrapped after patch() (fully_shard does that); "
+                "unpatch a model before wrapping it"
+            )
+    for module in owners:
+        for _, name in type(module)._skipless_joins:
+            delattr(module, name)
+        module.__class__ = type(module)._skipless_base
+    for module in model.modules():
+        if "_skipless_saver" in type(module).__dict__:
+            module.__class__ = type(module)._skipless_base
+    refresh_record(model)
+    return model
+
+
+def kinds() -> tuple[str, ...]:
+    """Names of the connections that can be patched in."""
+    return tuple(kind for kind in NEUTRAL if kind in CONNECTIONS.names())
+
+
+def connections(model: nn.Module) -> dict[str, Connection]:
+    """The connections that `patch` put in, by dotted name: "model.layers.0.mlp_connection"."""
+    found = {}
+    for name, module in model.named_modules():
+        for _, attribute in sorted(getattr(type(module), "_skipless_joins", ())):
+            found[f"{name}.{attribute}" if name else attribute] = getattr(module, attribute)
+    return found
+
+
+def gains(model: nn.Module) -> dict[str, Tensor]:
+    """Current weights of all connections, detached: "model.layers.0.mlp_connection.b"."""
+    return {
+        f"{name}.{weight}": value
+        for name, module in connections(model).items()
+        for weight, value in module.gains().items()
+    }
+
+
+def set_training_progress(model: nn.Module, fraction: float) -> None:
+    """Tell every connection the share of training done, in [0, 1] (C7)."""
+    found = connections(model)
+    if not found:
+        raise UserError(f"{type(model).__name__} is not patched; it has no connection to anneal")
+    for module in found.values():
+        module.set_training_progress(fraction)
+
+
+def record(model: nn.Module) -> list[dict[str, Any]]:
+    """What is patched, as JSON: [{"connection": {...}, "at": [dotted names]}]."""
+    groups: dict[ConnectionConfig, list[str]] = {}
+    for name, module in connections(model).items():
+        groups.setdefault(module.config, []).append(name)
+    default = ConnectionConfig().to_dict()
+    rows = []
+    for config, names in groups.items():
+        settings = {k: v for k, v in config.to_dict().items() if v != default[k]}
+        rows.append({"connection": {"kind": config.kind, **settings}, "at": names})
+    return rows
+
+
+def patch_as(model: nn.Module, rows: list[dict[str, Any]]) -> nn.Module:
+    """Patch as `record` says. Raises UserError for a place that the model does not have."""
+    places = {
+        layer.path(join): (layer.index, join.sublayer, stack.name)
+        for stack in find_stacks(model)
+        for layer in stack.layers
+        for join in layer.joins
+    }
+    for row in rows:
+        config = ConnectionConfig.from_dict(row["connection"])
+        for name in row["at"]:
+            if name not in places:
+                raise UserError(
+                    f"the record names the connection {name!r}, and {type(model).__name__} has no "
+                    f"such place; {suggestion(name, places, noun='place')}"
+                )
+            index, site, stack = places[name]
+            patch(model, config, sites=site, layers=index, stacks=stack)
+    return model
+
+
+def _settings(connection: str | ConnectionConfig) -> ConnectionConfig:
+    if isinstance(connection, str):
+        check_choice("connection kind", connection, kinds())
+        return ConnectionConfig(kind=connection, **NEUTRAL[connection])
+    if not isinstance(connection, ConnectionConfig):
+        raise UserError(f"connection is {connection!r}; a kind's name or a ConnectionConfig")
+    check_choice("connection kind", connection.kind, kinds())
+    if connection.granularity == "block":
+        raise UserError("granularity 'block' cannot be patched in; use 'scalar' or 'channel'")
+    if connection.kind == "fixed" and connection.c != 0:
+        raise UserError(
+            f"a fixed connection with c={connection.c} needs the embedding, which the layers of a "
+            "patched model do not see; set c=0"
+        )
+    return connection
+
+
+def _choose(
+    model: nn.Module,
+    sites: tuple[str, ...],
+    layers: Iterable[int] | int | None,
+    stacks: str | Sequence[str] | None,
+) -> list[tuple[Layer, Join]]:
+    found = _stacks(model, stacks)
+    wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
+    if wanted == [] or not sites:
+        raise UserError("no layer or no site was asked for; leave the argument out to mean all")
+    chosen, present = [], set()
+    for stack in found:
+        count = len(stack.layers)
+        for index in wanted or ():
+            if not -count <= index < count:
+                hint = "; choose one with stacks=" if len(found) > 1 else ""
+                raise UserError(
+                    f"layer {index} is out of range: {stack.name} has layers 0 to {count - 1}{hint}"
+                )
+        indices = range(count) if wanted is None else sorted({i % count for i in wanted})
+        for index in indices:
+            layer = stack.layers[index]
+            present |= {join.sublayer for join in layer.joins}
+            chosen += [(layer, join) for join in layer.joins if join.sublayer in sites]
+    explicit = sites if sites != SUBLAYERS else ()
+    for site in explicit:
+        if site not in present:
+            raise UserError(
+                f"{', '.join(s.name for s in found)} of {type(model).__name__} has no {site}; "
+                f"it has {', '.join(sorted(present))}"
+            )
+    _refuse_unfit(chosen)
+    return chosen
+
+
+def _stacks(model: nn.Module, wanted: str | Sequence[str] | None) -> list[Stack]:
+    if any(isinstance(module, Connection) for module in model.modules()) and not connections(model):
+        raise UserError(
+            f"{type(model).__name__} is built of skipless connections already; set "
+            "ModelConfig.connection instead of patching"
+        )
+    found = find_stacks(model)
+    if wanted is None:
+        return found
+    kept = []
+    for entry in (wanted,) if isinstance(wanted, str) else wanted:
+        part = [s for s in found if fnmatchcase(s.name, entry) or f".{entry}." in f".{s.name}."]
+        if not part:
+            names = ", ".join(stack.name for stack in found)
+            raise UserError(f"no stack of layers matches {entry!r}; the model has: {names}")
+        kept += [stack for stack in part if stack not in kept]
+    return kept
+
+
+def _refuse_unfit(chosen: list[tuple[Layer, Join]]) -> None:
+    owners: dict[int, str] = {}
+    for layer, join in chosen:
+        owner, path = layer.owner(join), layer.path(join)
+        if hasattr(owner, join.name):
+            raise UserError(f"{path} is patched already; unpatch(model) first")
+        if "forward" in vars(owner):
+            raise UserError(
+                f"the forward of {path.rpartition('.')[0]} was replaced on the object "
+                "(accelerate's offloading does that), so a patch would have no effect; patch first"
+            )
+        first = owners.setdefault(id(layer.module), layer.name)
+        if first != layer.name:
+            raise UserError(f"{first} and {layer.name} are one layer, so their skips are one too")
+        if any(hasattr(p, "placements") for p in owner.parameters()):
+            raise UserError("the model is sharded; patch it before fully_shard")
+
+
+def _build(config: ConnectionConfig, layer: Layer, join: Join) -> Connection:
+    floats = [p for p in layer.module.parameters() if p.is_floating_point()]
+    if not floats:
+        raise UserError(f"{layer.name} has no floating-point weight to take width and dtype from")
+    dtypes = {p.dtype for p in floats}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+        raise UserError(
+            f"{layer.name} mixes {names}, so the gains have no dtype to follow; cast the layer to "
+            "one dtype first (model.to(dtype))"
+        )
+    with torch.device("meta"):
+        module = build_connection(config, _width(layer))
+    module = module.to_empty(device=floats[0].device)
+    module.reset_parameters()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(floats[0].dtype)
+    return module.train(layer.module.training)
+
+
+def _width(layer: Layer) -> int:
+    """The stream's width: that of the layer's norms, which stand in front of every sublayer."""
+    for name, module in layer.module.named_modules():
+        if "norm" in type(module).__name__.lower() and "." not in name.replace(".output.", "_"):
+            shape = getattr(module, "normalized_shape", None) or module.weight.shape
+            return int(shape[-1])
+    raise UserError(f"{layer.name} has no norm of its own, so its width is unknown")
+
+
+def _savers(model: nn.Module) -> list[nn.Module]:
+    """Modules with a `save_pretrained` that would otherwise write connections a plain load drops;
+    the model and any part of it that can be saved on its own."""
+    return [
+        module for module in model.modules()
+        if hasattr(type(module), "save_pretrained") and connections(module)
+        and "_skipless_saver" not in type(module).__dict__
+    ]  # fmt: skip
+
+
+def refresh_record(model: nn.Module) -> None:
+    """Write what the connections now are into the config of the model, and of its parts that have
+    one of their own."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if not hasattr(type(module), "save_pretrained") or config is None:
+            continue
+        rows = record(module)
+        if config is getattr(model, "config", None) and module is not model:
+            continue  # one config for the model and its body; the whole model's names stand in it
+        if rows:
+            setattr(config, RECORD, rows)
+        elif hasattr(config, RECORD):
+            delattr(config, RECORD)
