@@ -45,6 +45,13 @@ def test_help_is_fast_and_without_torch(arguments):
         (["data", "get", "shakespear"], "shakespeare"),
         (["eval", "no/such/run"], "not a run directory"),
         (["report", "no/such/run"], "no/such/run"),
+        (["report", "runs", "--out", ""], "ends in .html"),
+        (["report", "runs", "--out", "rep.json"], "ends in .html"),
+        (["--optim.lr", "3"], "take settings"),
+        (["train", "demo-rf-kl", "--out", ""], "--out is empty"),
+        (["demo", "--out", ""], "--out is empty"),
+        (["sweep", "demo-rf-kl", "--values", "1", "--out", " "], "--out is empty"),
+        (["train", "demo-rf-kl", "--out", __file__], "is a file"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(arguments, said, capsys):
@@ -52,6 +59,23 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments, said, capsys):
     error = capsys.readouterr().err.strip()
     assert said in error
     assert error.startswith("skipless: ") and "\n" not in error
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[]"])
+def test_a_settings_file_that_is_none(content, tmp_path, capsys):
+    (tmp_path / "mine.json").write_bytes(content)
+    assert main(["show", str(tmp_path / "mine.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_better_loss_at_low_precision_is_shown_with_one_sign(monkeypatch, capsys):
+    row = {"scheme": "W8A8", "scope": "linear", "loss": 1.0, "increase": -0.0147}
+    monkeypatch.setattr("skipless.cli._load", lambda run: run)
+    monkeypatch.setattr(
+        "skipless.measure.quantize_run", lambda run, **_: {"full_precision": 1.0147, "rows": [row]}
+    )
+    assert main(["quantize", "x"]) == 0
+    assert "  -0.0147 nats" in capsys.readouterr().out
 
 
 def test_list_and_show(capsys):

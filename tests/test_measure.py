@@ -28,12 +28,52 @@ def test_measure_all_writes_every_file_once(run):
     measure_all(run, say=said.append)
     assert sorted(said) == sorted(f"writing {name}" for name in FILES)
     assert all((run.path / name).exists() for name in FILES)
-    (run.path / "eval.json").write_text('{"mine": 1}')
-    (run.path / "samples.json").unlink()
     said.clear()
+    (run.path / "samples.json").unlink()
     measure_all(run, say=said.append)
     assert said == ["writing samples.json"]
-    assert read(run, "eval.json") == {"mine": 1}
+
+
+def test_what_does_not_belong_to_these_weights_and_settings_is_measured_again(run):
+    whole = {name: read(run, name) for name in FILES}
+    run.step -= 1
+    evaluate_run(run)  # as of an earlier step
+    run.step += 1
+    probe_run(run, num_tokens=32)
+    (run.path / "samples.json").write_bytes(b"\xff")
+    (run.path / "quant.json").write_text('{"mine": 1}')
+    said = []
+    measure_all(run, say=said.append)
+    assert said[0:2] == ["writing eval.json", "writing samples.json"]
+    assert {f"writing {name}" for name in FILES} <= set(said)
+    after = {name: read(run, name) for name in FILES}
+    assert after["quant.json"] == whole["quant.json"]
+    assert after["eval.json"] == whole["eval.json"]
+    assert after["probe.json"]["measured"] == whole["probe.json"]["measured"]
+
+
+def test_an_incomplete_table_is_completed_and_a_complete_one_is_kept(run):
+    whole = read(run, "quant.json")
+    (run.path / "quant.json").unlink()
+    result = quantize_run(run, schemes=("W8A8", "W8A8"), scopes=("linear", "linear"))
+    assert [(r["scheme"], r["scope"]) for r in result["rows"]] == [("W8A8", "linear")]
+    said = []
+    measure_all(run, say=said.append)
+    assert said[0] == "writing quant.json"
+    table = read(run, "quant.json")
+    assert sorted(map(str, table["rows"])) == sorted(map(str, whole["rows"]))
+    # A row more joins the table; rows on other tokens do not replace it.
+    quantize_run(run, schemes=("W6A6",), scopes=("linear",))
+    table = read(run, "quant.json")
+    assert len(table["rows"]) == len(whole["rows"]) + 1 and table["error"] == whole["error"]
+    said.clear()
+    quantize_run(run, schemes=("W8A8",), num_tokens=64, say=said.append)
+    assert read(run, "quant.json") == table and "only shown" in said[-1]
+
+
+def test_static_schemes_are_calibrated_on_training_text(run):
+    (row,) = quantize_run(run, schemes=("W8A8-static",), scopes=("linear",))["rows"]
+    assert row["scheme"] == "W8A8-static" and abs(row["increase"]) < 0.5
 
 
 def test_the_files_agree_with_each_other(run):
@@ -64,7 +104,8 @@ def test_probe_rows_have_the_shape_of_training_rows(run):
     last = [json.loads(line) for line in (run.path / "probes.jsonl").read_text().splitlines()][-1]
     found = probe_run(run, num_tokens=64)
     assert found == read(run, "probe.json")
-    assert set(found) == set(last)
+    assert set(found) - {"measured"} == set(last)
+    assert found["measured"]["num_tokens"] == 64 and found["step"] == run.step
     assert [row["site"] for row in found["sites"]] == [row["site"] for row in last["sites"]]
     skips = [value for name, value in found["gains"].items() if name.endswith("connection.a")]
     assert skips == [[0.0]] * 4  # the annealing (C7) is over
@@ -78,7 +119,6 @@ def test_widths_and_scopes_of_ones_own(run):
     assert [row["scheme"] for row in result["rows"]] == ["W2A2", "W16A16"]
     assert abs(result["rows"][1]["increase"]) < 1e-3
     assert result["error"]["scope"] == "all"
-    assert result == read(run, "quant.json")
     after = run.model.state_dict()
     assert all(before[name].equal(after[name]) for name in before)
 

@@ -38,6 +38,7 @@ def demo(
     """
     from skipless.demo import run_demo
 
+    _check_out(out)
     run_demo(fast=fast, fresh=fresh, out=out, jobs=jobs)
 
 
@@ -134,6 +135,7 @@ def train(
     """
     from skipless.jsonable import override
 
+    _check_out(out)
     config = override(_config(recipe), overrides or {})
     directory = Path(out or f"runs/{config.name}")
 
@@ -170,6 +172,7 @@ def sweep(
     """
     from skipless.sweep import best, run_sweep
 
+    _check_out(out)
     results = run_sweep(
         names, setting=setting, values=values, out=out, settings=overrides, jobs=jobs
     )
@@ -245,7 +248,7 @@ def quantize(
     print(f"full precision {result['full_precision']:.4f} nats")
     for row in result["rows"]:
         print(
-            f"{row['scheme']:<12} {row['scope']:<7} {row['loss']:.4f}  +{row['increase']:.4f} nats"
+            f"{row['scheme']:<12} {row['scope']:<7} {row['loss']:.4f}  {row['increase']:+.4f} nats"
         )
 
 
@@ -257,7 +260,9 @@ def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
         out: where to write; PNG and JSON files go beside it.
     """
     from skipless.report import build_report, find_runs, print_table
+    from skipless.report.build import check_out
 
+    check_out(out)
     directories = find_runs(runs)
     path = build_report(directories, Path(out))
     print_table(directories)
@@ -281,6 +286,7 @@ COMMANDS = {
 def _config(name: str) -> Any:
     from skipless import recipes
     from skipless.config import RunConfig, from_json
+    from skipless.jsonable import read_text
     from skipless.rundir import RunDir
 
     path = Path(name)
@@ -291,8 +297,13 @@ def _config(name: str) -> Any:
             raise UserError(
                 f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one"
             )
-        return from_json(RunConfig, path.read_text(), where=str(path))
+        return from_json(RunConfig, read_text(path), where=str(path))
     return recipes.get(name)
+
+
+def _check_out(out: str | None) -> None:
+    if out is not None and not out.strip():
+        raise UserError("--out is empty; name a directory, or leave --out away for the default")
 
 
 def _load(run: str) -> Any:
@@ -331,7 +342,7 @@ def _run(arguments: list[str]) -> None:
             f"{suggestion(arguments[0], COMMANDS, noun='command')}"
         )
     arguments, settings = _split_settings(arguments)
-    if settings and arguments[0] not in ("train", "sweep"):
+    if settings and (not arguments or arguments[0] not in ("train", "sweep")):
         raise UserError(
             f"--{next(iter(settings))} is a setting of a run; only `skipless train` and "
             "`skipless sweep` take settings"

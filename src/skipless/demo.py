@@ -21,10 +21,12 @@ def run_demo(
     failed; single failures are told and left out of the report.
     """
     from skipless.recipes.demo import FAST_ROWS, ROWS
+    from skipless.report.build import check_out
 
     base = Path(out or ("runs/demo-fast" if fast else "runs/demo"))
     names = FAST_ROWS if fast else ROWS
     began = time.monotonic()
+    check_out(base / "report.html")
     rows = [Row(name, base / name, recipes.get(name).train.num_steps) for name in names]
     if fresh:
         for row in rows:

@@ -46,8 +46,12 @@ def run_sweep(
     train_rows(rows, jobs)
     results = []
     for (name, value), row in zip(keys, rows, strict=True):
-        losses = [r["held_out_loss"] for r in RunDir(row.directory).read_jsonl("metrics.jsonl")
-                  if "held_out_loss" in r]  # fmt: skip
+        losses: list[float] = []
+        try:
+            found = RunDir(row.directory).read_jsonl("metrics.jsonl")
+            losses = [r["held_out_loss"] for r in found if "held_out_loss" in r]
+        except UserError as error:  # one damaged log must not cost the whole table
+            row.error = row.error or str(error)
         loss = losses[-1] if losses and not row.error else None
         results.append({"recipe": name, setting: value, "held_out_loss": loss, "error": row.error})
     RunDir(out).write_json("sweep.json", results)

@@ -251,3 +251,32 @@ def test_the_report_needs_no_torch(make, tmp_path):
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", ["config.html", "quant.html", "new.html", "deeper/new.html"])
+def test_a_report_never_lands_among_the_files_of_a_run(make, tmp_path, name):
+    run = make(tmp_path / "run")
+    before = {p: p.read_bytes() for p in run.iterdir()}
+    with pytest.raises(UserError, match="inside the run directory"):
+        build_report([run], run / name)
+    assert {p: p.read_bytes() for p in run.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["", ".", "rep.json", "rep", "folder.html"])
+def test_a_report_is_an_html_file(make, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    run = make(tmp_path / "run")
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(UserError, match=r"ends in \.html"):
+        build_report([run], name)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder.html", "run"]
+
+
+def test_a_report_replaces_its_own_numbers_and_no_others(make, tmp_path):
+    run = make(tmp_path / "run")
+    (tmp_path / "package.json").write_text('{"name": "mine"}')
+    with pytest.raises(UserError, match="not one of ours"):
+        build_report([run], tmp_path / "package.html")
+    assert (tmp_path / "package.json").read_text() == '{"name": "mine"}'
+    for _ in range(2):
+        build_report([run], tmp_path / "report.html")

@@ -45,6 +45,7 @@ from skipless.train.measure import (
     bits_per_byte,
     held_out_loss,
     peak_memory_bytes,
+    probe_origin,
     probe_row,
     step_numbers,
 )
@@ -293,9 +294,11 @@ class Loop:
     def finish(self) -> TrainResult:
         """Last measurements, then the weights, then the file that says "finished"."""
         held_out = self.held_out()
-        row = self.probe(self.config.probe.final_tokens)
+        final = self.config.probe.final_tokens
+        row = self.probe(final) | probe_origin(self.config.probe, self.at.step, final)
         self.metrics.row({"step": self.at.step, **held_out})
         run = self.directory
+        self.world.first(lambda: _drop_stale(run, self.at.step))
         self.world.first(lambda: run.write_json("probe.json", row))
         save_weights(run / WEIGHTS, self.model, self.world)
         rows = self.world.first(lambda: run.read_jsonl(METRICS))
@@ -358,6 +361,17 @@ class Loop:
 def _due(step: int, every: int, last: int | None = None) -> bool:
     """True at every multiple of `every` (0: never) and at `last`."""
     return step > 0 and (step == last or (every > 0 and step % every == 0))
+
+
+def _drop_stale(run: RunDir, step: int) -> None:
+    """Remove measurements of earlier weights: a report would show them as those of the end."""
+    for name in ("eval.json", "quant.json", "samples.json"):
+        with contextlib.suppress(UserError):
+            found = run.read_json(name, {})
+            origin = found.get("measured") if isinstance(found, dict) else None
+            if isinstance(origin, dict) and origin.get("step") == step:
+                continue
+        (run / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

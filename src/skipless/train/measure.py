@@ -128,19 +128,32 @@ def probe_row(
 
 
 def measure_sites(
-    model: nn.Module, config: RunConfig, data: PreparedData, *, final: bool = False
+    model: nn.Module,
+    config: RunConfig,
+    data: PreparedData,
+    *,
+    final: bool = False,
+    step: int | None = None,
 ) -> dict[str, Any]:
     """One row of probes.jsonl for a model at rest (no gradient norms).
 
-    Uses config.probe.final_tokens held-out tokens if `final`, else config.probe.num_tokens.
+    `step` is that of the weights, None the last. Uses config.probe.final_tokens held-out tokens if
+    `final` (and then says what it was measured from), else config.probe.num_tokens.
     """
     num_tokens = config.probe.final_tokens if final else config.probe.num_tokens
     size = config.train.micro_batch_size or config.train.batch_size
     batches = evaluation_batches(data.held_out, config.train.sequence_length, size, num_tokens)
     world = World(device=next(model.parameters()).device)
     pending: dict[str, Any] = {"gradient_norms": {}, **step_numbers([])}
-    step = config.train.num_steps
-    return probe_row(model, batches, config.probe, world, step=step, pending=pending)
+    step = config.train.num_steps if step is None else step
+    row = probe_row(model, batches, config.probe, world, step=step, pending=pending)
+    return {**row, **probe_origin(config.probe, step, num_tokens)} if final else row
+
+
+def probe_origin(config: ProbeConfig, step: int, num_tokens: int) -> dict[str, Any]:
+    """What goes into probe.json beside a row: what it was measured from."""
+    origin = {"step": step, "num_tokens": num_tokens, "stats": list(config.stats)}
+    return {"measured": origin}
 
 
 def step_numbers(metrics: list[dict[str, float]]) -> dict[str, dict[str, float]]:
