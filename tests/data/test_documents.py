@@ -75,6 +75,8 @@ def test_parquet_rows(tmp_path):
         ('{"txt": "a"}', r"line 3 has no text under the key 'text'; did you mean 'txt'\?"),
         ('{"text": 5}', "line 3 has no text under the key"),
         ('["text"]', "line 3 has no text under the key"),
+        ("[" * 100_000, "line 3 is nested too deeply"),
+        ('{"text": ' + "9" * 5000 + "}", "line 3 is not valid JSON"),
     ],
 )
 def test_bad_jsonl_names_the_line(tmp_path, line, words):
@@ -113,3 +115,18 @@ def test_fingerprint_follows_names_and_contents(tmp_path):
     second = fingerprint(tmp_path)
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     assert len({first, second, fingerprint(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, name):
+    import builtins
+    import io
+
+    def deny(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(builtins, "open", deny)
+    monkeypatch.setattr(io, "open", deny)
+    with pytest.raises(UserError, match=name):
+        list(read_path(tmp_path / name))

@@ -98,6 +98,14 @@ def test_a_damaged_cache_heals(toy, index, cache, capsys):
     assert capsys.readouterr().err.count("is damaged") == 2
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "null", '{"sha256": 3}', "[" * 100_000])
+def test_a_broken_note_beside_a_source_is_made_again(toy, index, cache, text):
+    index.archive = ARCHIVE
+    first = data.fetch("toy")
+    next(cache.rglob("source.json")).write_text(text)
+    assert data.fetch("toy") == first
+
+
 def test_no_index_in_reach(toy, cache, monkeypatch):
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")

@@ -47,6 +47,14 @@ def test_streams_up_to_the_limit_once(rows):
     assert prepared.directory == data.prepare(config, 300).directory
 
 
+@pytest.mark.parametrize("text", ["[]", "{", '{"licence": "x"}'])
+def test_a_broken_note_is_streamed_again(rows, cache, text):
+    rows.rows = [{"text": f"document {i} " * 10} for i in range(10)]
+    first = data.fetch("hf:owner/name")
+    next(cache.rglob("source.json")).write_text(text)
+    assert data.fetch("hf:owner/name") == first and len(rows.calls) == 2
+
+
 def test_a_broken_stream_leaves_nothing(rows, cache):
     rows.rows = [{"text": "a" * 50}, ConnectionError("reset")]
     with pytest.raises(data.UnreachableError, match="broke off after 50 characters"):
@@ -71,7 +79,13 @@ def test_no_text_and_no_package(rows, monkeypatch):
         data.fetch("hf:owner/name")
 
 
-@pytest.mark.parametrize("spec", ["hf:", "hf:a/b?characters=0", "hf:a/b?characters=x"])
+@pytest.mark.parametrize("count", ["0", "x", "²", "9" * 5000, "-1"])
+def test_malformed_counts(count):
+    with pytest.raises(UserError, match="is not a hub source"):
+        hub.parse(f"hf:a/b?characters={count}")
+
+
+@pytest.mark.parametrize("spec", ["hf:", "hf:?characters=5"])
 def test_malformed(spec):
     with pytest.raises(UserError, match="is not a hub source"):
         hub.parse(spec)

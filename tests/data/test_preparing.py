@@ -137,7 +137,7 @@ def test_cut_leaves_both_sides_something(text, fraction):
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1, 2.0])
 def test_impossible_fractions(corpus, fraction, cache):
-    with pytest.raises(UserError, match="a share between 0 and 1"):
+    with pytest.raises(UserError, match=r"data.held_out_fraction .* in \(0, 1\)"):
         prepare(config(corpus, held_out_fraction=fraction), 300)
     assert nothing_half_written(cache)
 
@@ -183,6 +183,28 @@ def test_a_damaged_folder_says_how_to_rebuild(corpus, victim, damage):
         prepare(config(corpus), 300)
     shutil.rmtree(prepared.directory)
     assert prepare(config(corpus), 300).train.header == prepared.train.header
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sources": [1]}, {"sources": 3}, {"notes": [None]}, {"fallback_reason": 5},
+        {"num_documents": {"train": 1}}, {"num_documents": {"train": "x", "held_out": 1}},
+    ],
+)  # fmt: skip
+def test_a_record_of_other_types_is_broken(corpus, change):
+    prepared = prepare(config(corpus), 300)
+    path = prepared.directory / "prepared.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=f"broken .* delete the folder {prepared.directory}"):
+        PreparedData.open(prepared.directory)
+
+
+@pytest.mark.parametrize("place", ["", "/tmp"])
+def test_a_folder_that_is_not_of_the_cache_is_never_to_be_deleted(place):
+    with pytest.raises(UserError) as error:
+        PreparedData.open(place)
+    assert "delete" not in str(error.value)
 
 
 def test_a_flipped_bit_is_found_on_opening(corpus):

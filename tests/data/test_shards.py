@@ -39,7 +39,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path):
 def test_truncated(tmp_path):
     shard = make(tmp_path)
     shard.path.write_bytes(shard.path.read_bytes()[:-2])
-    with pytest.raises(UserError, match=r"truncated: 2,046 bytes .* 2,048; delete the folder"):
+    with pytest.raises(UserError, match=r"truncated: 2,046 bytes .* 2,048; prepare the data again"):
         Shard.open(shard.path)
 
 
@@ -55,7 +55,7 @@ def test_one_flipped_bit_is_found_by_verify(tmp_path):
     data = bytearray(shard.path.read_bytes())
     data[100] ^= 1
     shard.path.write_bytes(data)
-    with pytest.raises(UserError, match=r"corrupt: .* delete the folder"):
+    with pytest.raises(UserError, match=r"corrupt: .* prepare the data again"):
         Shard.open(shard.path).verify()
 
 
@@ -76,6 +76,14 @@ def test_a_hash_that_fits_wrong_ids_does_not_hide_them(tmp_path):
         ({"num_tokens": "many"}, "num_tokens"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"surprise": 1}, "surprise"),
+        ({"dtype": []}, "dtype"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"num_bytes": "x"}, "num_bytes"),
+        ({"num_bytes": 0}, "num_bytes"),
+        ({"num_documents": None}, "num_documents"),
+        ({"sha256": None}, "sha256"),
+        ({"tokenizer_sha256": 3}, "tokenizer_sha256"),
+        ({"eos_id": "0"}, "eos_id"),
     ],
 )
 def test_bad_headers(tmp_path, change, words):
@@ -86,11 +94,12 @@ def test_bad_headers(tmp_path, change, words):
         Shard.open(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"format": "skipless-shard-1"}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000,
+                                  '{"format": "skipless-shard-1"}'])  # fmt: skip
 def test_headers_that_are_none(tmp_path, text):
     make(tmp_path)
     (tmp_path / "train.json").write_text(text)
-    with pytest.raises(UserError, match=r"not a shard header .* delete the folder"):
+    with pytest.raises(UserError, match=r"not a shard header .* prepare the data again"):
         Shard.open(tmp_path / "train")
 
 
@@ -114,3 +123,12 @@ def test_a_model_with_a_smaller_vocabulary_is_refused(tmp_path):
     shard.check_vocabulary(300)
     with pytest.raises(UserError, match="model.vocab_size"):
         shard.check_vocabulary(299)
+
+
+def test_only_a_folder_of_the_cache_may_be_deleted_without_a_look(tmp_path):
+    with pytest.raises(UserError) as error:
+        Shard.open(tmp_path / "train")
+    assert "delete" not in str(error.value) and "skipless data prepare" in str(error.value)
+    ours = tmp_path / "prepared" / "kjv-123"
+    with pytest.raises(UserError, match=f"delete the folder {ours}"):
+        Shard.open(ours / "train")

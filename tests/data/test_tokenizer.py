@@ -83,6 +83,14 @@ def test_bad_input(tokenizer, tmp_path):
         load_tokenizer(tmp_path / "none.json")
     with pytest.raises(UserError, match="token id 300 is outside the vocabulary"):
         tokenizer.decode([5, 300])
+    for ids in ([[1, 2]], ["x"], 5, [float("nan")]):
+        with pytest.raises(UserError, match="not one sequence of whole numbers"):
+            tokenizer.decode(ids)
+    for encode in (tokenizer.encode, lambda text: list(tokenizer.encode_chunks(text))):
+        with pytest.raises(UserError, match="half of a surrogate pair"):
+            encode("The \ud800 king")
+        with pytest.raises(UserError, match="int, not text"):
+            encode(5)
     broken = tmp_path / "tokenizer.json"
     for text in ("", "{}", "not json"):
         broken.write_text(text)

@@ -115,12 +115,21 @@ def _read_txt(file: Path, name: str, text_key: str) -> Iterator[Document]:
 
 
 def _read_jsonl(file: Path, name: str, text_key: str) -> Iterator[Document]:
-    with open(file, "rb") as lines:
+    try:
+        lines = open(file, "rb")  # noqa: SIM115, closed by the block below
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    with lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
+            except RecursionError:
+                raise UserError(
+                    f"{file} line {number} is nested too deeply to be read; each line must be one "
+                    f"object with its text under {text_key!r}"
+                ) from None
             except ValueError as error:  # UnicodeDecodeError and JSONDecodeError
                 raise UserError(
                     f"{file} line {number} is not valid JSON ({error}); each line must be one "

@@ -80,7 +80,7 @@ def get(name: str, cache: str | Path | None = None) -> Fetched:
     key = hashlib.sha256(f"{CLEANING} {source.sha256} {source.version}".encode()).hexdigest()[:12]
     folder = root / "sources" / f"{name}-{key}"
     with locked(root / "locks" / f"source-{name}.lock", what=f"getting {name}"):
-        found = _open(name, folder)
+        found = open_cached(name, folder)
         if found is not None:
             return found
         archive = Path() if source.how == "stdlib" else fetch_archive(source, root)
@@ -88,23 +88,36 @@ def get(name: str, cache: str | Path | None = None) -> Fetched:
         with atomic_path(folder) as temporary:
             temporary.mkdir()
             _write_documents(source, archive, temporary)
-        found = _open(name, folder)
+        found = open_cached(name, folder)
         if found is None:
             raise UserError(f"{folder} changed while it was written; run the same command again")
         return found
 
 
-def _open(name: str, folder: Path) -> Fetched | None:
-    """The cached source, or None if it is missing or damaged (then it is made again)."""
+def open_cached(name: str, folder: Path, *, verify: bool = True) -> Fetched | None:
+    """The cached source, or None if it is missing or damaged (then it is made again).
+
+    `verify` reads all of its text to compare the hash.
+    """
     try:
         header = json.loads((folder / "source.json").read_text())
-        if hash_file(folder / "documents.jsonl") != header["sha256"]:
-            log.say(f"{folder} is damaged; making it again")
-            return None
-        fields = ("licence", "num_documents", "num_characters", "sha256")
-        return Fetched(name=name, path=folder, **{k: header[k] for k in fields})
-    except (OSError, ValueError, KeyError):
+        found = Fetched(
+            name=name, path=folder, licence=header["licence"], sha256=header["sha256"],
+            num_documents=header["num_documents"], num_characters=header["num_characters"],
+        )  # fmt: skip
+        numbers = (found.num_documents, found.num_characters)
+        texts = (found.licence, found.sha256)
+        sound = all(type(n) is int and n > 0 for n in numbers)
+        sound = sound and all(isinstance(t, str) for t in texts)
+        sound = sound and (folder / "documents.jsonl").is_file()
+        if sound and (not verify or hash_file(folder / "documents.jsonl") == found.sha256):
+            return found
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    log.say(f"{folder} is damaged; making it again")
+    return None
 
 
 def _write_documents(source: Source, archive: Path, folder: Path) -> None:

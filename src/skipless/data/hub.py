@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from urllib.parse import parse_qsl
 
 from skipless import log
 from skipless.data.documents import clean
-from skipless.data.fetching import Fetched, UnreachableError
+from skipless.data.fetching import Fetched, UnreachableError, open_cached
 from skipless.data.locking import locked, remove_leftovers
 from skipless.errors import UserError, suggestion
 from skipless.rundir import atomic_path
@@ -33,7 +34,7 @@ def parse(spec: str) -> tuple[str, str, str, int]:
             raise UserError(f"unknown option {key!r} in {spec!r}; {suggestion(key, _OPTIONS)}")
         options[key] = value
     count = options["characters"].replace("_", "")
-    if not name or not count.isdigit() or int(count) < 1:
+    if not name or not re.fullmatch(r"0*[1-9][0-9]{0,17}", count):
         raise UserError(
             f"{spec!r} is not a hub source; write hf:OWNER/NAME?config=C&split=train&characters=N"
         )
@@ -49,13 +50,18 @@ def get(spec: str, text_key: str, root: Path) -> Fetched:
     identity = hashlib.sha256(f"{name} {config} {split} {limit} {text_key}".encode()).hexdigest()
     folder = root / "sources" / f"hf-{name.replace('/', '-')}-{identity[:12]}"
     with locked(root / "locks" / f"{folder.name}.lock", what=f"streaming {spec}"):
-        if not (folder / "source.json").is_file():
-            remove_leftovers(folder)
-            with atomic_path(folder) as temporary:
-                temporary.mkdir()
-                _stream(name, config, split, limit, text_key, temporary)
-    header = json.loads((folder / "source.json").read_text())
-    return Fetched(name=spec, path=folder, **header)
+        # Its text is not hashed on every call: it may be far larger than a named source's.
+        found = open_cached(spec, folder, verify=False)
+        if found is not None:
+            return found
+        remove_leftovers(folder)
+        with atomic_path(folder) as temporary:
+            temporary.mkdir()
+            _stream(name, config, split, limit, text_key, temporary)
+        found = open_cached(spec, folder, verify=False)
+        if found is None:
+            raise UserError(f"{folder} changed while it was written; run the same command again")
+        return found
 
 
 def _stream(name: str, config: str, split: str, limit: int, text_key: str, folder: Path) -> None:

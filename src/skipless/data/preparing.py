@@ -29,7 +29,7 @@ from skipless.data.build import Builder, Corpus
 from skipless.data.catalog import SOURCES
 from skipless.data.documents import fingerprint, read_path
 from skipless.data.locking import locked, remove_leftovers
-from skipless.data.shards import Shard
+from skipless.data.shards import Shard, rebuild
 from skipless.data.tokenizer import load_tokenizer, tokenizer_hash
 from skipless.errors import UserError, suggestion
 from skipless.rundir import atomic_path
@@ -68,10 +68,14 @@ class PreparedData:
             record = json.loads((directory / "prepared.json").read_text())
             sources, notes = tuple(record["sources"]), tuple(record["notes"])
             num_documents, reason = dict(record["num_documents"]), record["fallback_reason"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not all(isinstance(text, str) for text in (*sources, *notes, reason or "")):
+                raise ValueError("sources, notes or fallback_reason is not text")
+            if not all(type(num_documents[split]) is int for split in ("train", "held_out")):
+                raise ValueError(f"num_documents is {num_documents!r}")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{directory / 'prepared.json'} is missing or broken ({error}); delete the folder "
-                f"{directory} and run the same command again to rebuild it"
+                f"{directory / 'prepared.json'} is missing or broken ({error}); "
+                f"{rebuild(directory)}"
             ) from None
         shards = {name: Shard.open(directory / name) for name in ("train", "held_out")}
         tokenizer_path = directory / "tokenizer.json"
@@ -82,8 +86,8 @@ class PreparedData:
                 tokenizer_hash(tokenizer_path) != shard.header.tokenizer_sha256
             ):
                 raise UserError(
-                    f"{tokenizer_path} is not the tokenizer that made {shard.path.name}; delete "
-                    f"the folder {directory} and run the same command again to rebuild it"
+                    f"{tokenizer_path} is not the tokenizer that made {shard.path.name}; "
+                    f"{rebuild(directory)}"
                 )
         return cls(
             directory=directory, train=shards["train"], held_out=shards["held_out"],

@@ -175,8 +175,15 @@ def write_shard(
     return Shard.open(stem)
 
 
+def rebuild(folder: Path) -> str:
+    """What to do about a damaged `folder`; only one of our cache may be deleted without a look."""
+    if folder.resolve().parent.name == "prepared":
+        return f"delete the folder {folder} and run the same command again to rebuild it"
+    return f"prepare the data again (`skipless data prepare`), since {folder} cannot be used"
+
+
 def _rebuild(file: Path) -> str:
-    return f"delete the folder {file.parent} and run the same command again to rebuild it"
+    return rebuild(file.parent)
 
 
 def _read_header(path: Path, file: Path) -> ShardHeader:
@@ -185,12 +192,17 @@ def _read_header(path: Path, file: Path) -> ShardHeader:
         if values["format"] != FORMAT:
             raise ValueError(f"format {values['format']!r} is not {FORMAT!r}")
         header = ShardHeader(**values)
-        if header.dtype not in _DTYPES:
+        if header.dtype not in tuple(_DTYPES):
             raise ValueError(f"dtype {header.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if not (isinstance(header.num_tokens, int) and header.num_tokens > 0):
-            raise ValueError(f"num_tokens is {header.num_tokens!r}")
-        if not (isinstance(header.vocab_size, int) and header.vocab_size > 0):
-            raise ValueError(f"vocab_size is {header.vocab_size!r}")
-    except (ValueError, KeyError, TypeError) as error:
+        # Bytes of no text would make bits per byte a division by zero.
+        for name in ("num_tokens", "vocab_size", "num_bytes", "num_documents"):
+            if type(getattr(header, name)) is not int or getattr(header, name) < 1:
+                raise ValueError(f"{name} is {getattr(header, name)!r}")
+        for name in ("sha256", "tokenizer_sha256"):
+            if not isinstance(getattr(header, name), str):
+                raise ValueError(f"{name} is {getattr(header, name)!r}")
+        if header.eos_id is not None and type(header.eos_id) is not int:
+            raise ValueError(f"eos_id is {header.eos_id!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is not a shard header ({error}); {_rebuild(file)}") from None
     return header

@@ -36,14 +36,19 @@ class Tokenizer:
         inner.no_truncation()
         found = [inner.token_to_id(name) for name in _EOS_NAMES]
         self.eos_id: int | None = next((i for i in found if i is not None), None)
-        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        ids = inner.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise UserError(f"{path} has no tokens; train a tokenizer or name another one")
+        self.vocab_size: int = max(ids) + 1
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without separators."""
+        """Token ids of `text`, without separators. Raises UserError for what is not text."""
+        check_text(text)
         return self.inner.encode(text, add_special_tokens=False).ids
 
     def encode_chunks(self, text: str) -> Iterator[list[int]]:
         """Token ids of a text of any length, piece by piece (cut between paragraphs)."""
+        check_text(text)
         pieces = list(chunks(text))
         for start in range(0, len(pieces), 16):
             part = pieces[start : start + 16]
@@ -51,8 +56,15 @@ class Tokenizer:
                 yield encoding.ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Raises UserError for an id outside the vocabulary."""
-        ids = [int(i) for i in ids]
+        """The text of token ids, one sequence. Raises UserError for an id outside the vocabulary
+        or something else than numbers."""
+        try:
+            ids = [int(i) for i in ids]
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise UserError(
+                f"token ids {str(ids)[:80]} are not one sequence of whole numbers; pass a list "
+                "such as generated[0].tolist()"
+            ) from None
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise UserError(
@@ -60,6 +72,19 @@ class Tokenizer:
                     f"({self.vocab_size} tokens); use the tokenizer the model was trained with"
                 )
         return self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def check_text(text: str) -> None:
+    """Raise UserError unless `text` is a str that UTF-8 can hold (no half surrogate pair)."""
+    if not isinstance(text, str):
+        raise UserError(f"{str(text)[:80]!r} is {type(text).__name__}, not text; pass a str")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text holds {text[error.start]!r} at character {error.start}, half of a "
+            "surrogate pair that UTF-8 cannot hold; write the character itself or leave it out"
+        ) from None
 
 
 def chunks(text: str, size: int = _CHUNK) -> Iterator[str]:
