@@ -193,10 +193,10 @@ class RunDir:
         return (self / WEIGHTS).exists() or any((self / CHECKPOINTS).glob("step-*"))
 
     def clear(self) -> None:
-        """Remove our files, and the directory if nothing else is in it. The lock must be held.
+        """Remove our files, all but the lock, which must be held.
 
-        The settings go first, in one rename with all others, so that being cut short never leaves
-        a directory that looks like a whole run.
+        They are moved aside first, beginning with the settings, so that being cut short never
+        leaves a directory that looks like a whole run.
         """
         aside = self / f".{CONFIG}.{uuid.uuid4().hex[:8]}.old"
         try:
