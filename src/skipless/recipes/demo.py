@@ -60,6 +60,10 @@ def _row(label: str, optim: OptimizerRecipe, note: str, **model) -> RunConfig:
     return _base().replace(label=label, optim=optim, note=note, model=model)
 
 
+def _swept(rates: str) -> str:
+    return f"learning rate: the best of {rates} at this size, one seed each (docs/log.md)"
+
+
 def residual(label: str, optim: OptimizerRecipe, note: str = "") -> RunConfig:
     """A residual row: C1 with the usual small normal start."""
     return _row(label, optim, note, connection=RESIDUAL, init=BASELINE_INIT)
@@ -73,37 +77,39 @@ def residual_free(label: str, optim: OptimizerRecipe, note: str = "") -> RunConf
 @recipe("demo-residual-adamw", paper="baseline")
 def residual_adamw() -> RunConfig:
     """Residual connections, AdamW: how nearly every model is trained."""
-    return residual("residual + AdamW", adamw(4e-3))
+    return residual("residual + AdamW", adamw(4e-3), _swept("2e-3, 4e-3, 8e-3"))
 
 
 @recipe("demo-residual-kl", paper="baseline")
 def residual_kl() -> RunConfig:
     """Residual connections, KL-Shampoo: is it the optimiser alone?"""
-    return residual("residual + KL-Shampoo", kl_shampoo(3e-3))
+    return residual("residual + KL-Shampoo", kl_shampoo(3e-3), _swept("1.5e-3, 3e-3, 6e-3"))
 
 
 @recipe("demo-residual-muon", paper="control")
 def residual_muon() -> RunConfig:
     """Residual connections, Muon."""
-    return residual("residual + Muon", muon(5e-3))
+    return residual("residual + Muon", muon(5e-3), _swept("2.5e-3, 5e-3, 1e-2"))
 
 
 @recipe("demo-rf-adamw", paper="baseline")
 def rf_adamw() -> RunConfig:
     """No residual connections at the end of training, AdamW."""
-    return residual_free("residual-free + AdamW", adamw(2e-3))
+    return residual_free("residual-free + AdamW", adamw(2e-3), _swept("1e-3, 2e-3, 4e-3"))
 
 
 @recipe("demo-rf-kl", paper="proposed")
 def rf_kl() -> RunConfig:
     """No residual connections at the end of training, KL-Shampoo."""
-    return residual_free("residual-free + KL-Shampoo", kl_shampoo(3e-3))
+    return residual_free(
+        "residual-free + KL-Shampoo", kl_shampoo(3e-3), _swept("1.5e-3, 3e-3, 6e-3")
+    )
 
 
 @recipe("demo-rf-muon", paper="control")
 def rf_muon() -> RunConfig:
     """No residual connections at the end of training, Muon."""
-    return residual_free("residual-free + Muon", muon(2.5e-3))
+    return residual_free("residual-free + Muon", muon(2.5e-3), _swept("2.5e-3, 5e-3, 1e-2"))
 
 
 @recipe("demo-rf-literal", paper="proposed, literally")
@@ -134,9 +140,10 @@ def fast(config: RunConfig) -> RunConfig:
     """The same row, small enough that all rows finish in under two minutes. Not for conclusions."""
     return config.replace(
         name=config.name.replace("demo-", "demo-fast-"),
+        note="a first look: 40 steps, learning rate of the full demo",
         model={"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 8},
         train={"num_tokens": 40_960, "warmup_steps": 8, "eval_every": 20, "eval_tokens": 4_096},
-        probe={"every": 20, "num_tokens": 1_024, "final_tokens": 4_096},
+        probe={"every": 10, "num_tokens": 1_024, "final_tokens": 4_096},
         evaluate=dataclasses.replace(config.evaluate, num_tokens=8_192, sample_tokens=24),
     )
 

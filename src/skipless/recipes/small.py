@@ -12,6 +12,7 @@ from skipless.recipes import demo, recipe
 
 def _small(row: RunConfig) -> RunConfig:
     return row.replace(
+        note="learning rate from the demo's sweep at width 128, not swept at this size",
         model={
             "hidden_size": 192,
             "num_attention_heads": 6,
