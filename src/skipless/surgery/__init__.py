@@ -5,6 +5,7 @@ from skipless.surgery.folding import Folded, fold
 from skipless.surgery.patching import connections, gains, patch, set_training_progress, unpatch
 from skipless.surgery.pruning import Pruned, prune, shares
 from skipless.surgery.saving import load, save_pretrained
+from skipless.surgery.stock import to_stock
 
 __all__ = [
     "FAMILIES",
@@ -21,5 +22,6 @@ __all__ = [
     "save_pretrained",
     "set_training_progress",
     "shares",
+    "to_stock",
     "unpatch",
 ]

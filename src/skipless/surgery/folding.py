@@ -82,7 +82,7 @@ def fold(
     if not wide <= {torch.float32, torch.float64}:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in wide))
         raise UserError(f"the weights are {names}; fold in float32 (model.float()), cast later")
-    batch = _inputs(model, inputs)
+    batch = sample_inputs(model, inputs)
     work = copy.deepcopy(model)
     counts: Counter[str] = Counter()
     kept: list[str] = []
@@ -92,15 +92,15 @@ def fold(
         else:
             result = _fold_patched(work, batch, counts, kept, norm_gains)
     result.train(model.training)
-    difference = _difference(model, result, batch)
-    found = Folded(model=result, difference=difference, folded=dict(counts), kept=tuple(kept))
+    distance = difference(model, result, batch)
+    found = Folded(model=result, difference=distance, folded=dict(counts), kept=tuple(kept))
     console.print(found.describe(), highlight=False, markup=False)
-    if not difference < LIMIT:
+    if not distance < LIMIT:
         hint = "; try norm_gains=False" if counts["F4"] else ""
         if counts["F3"]:
             hint += "; F3 changes what the norms' eps does where the stream is small"
         raise UserError(
-            f"the folded model's logits differ by {difference:.2g} of the largest, and {LIMIT:g} "
+            f"the folded model's logits differ by {distance:.2g} of the largest, and {LIMIT:g} "
             f"is the limit; nothing was changed{hint}"
         )
     return found
@@ -308,7 +308,8 @@ def _fold_patched(
     return unpatch(model)
 
 
-def _inputs(model: nn.Module, given: Any) -> Any:
+def sample_inputs(model: nn.Module, given: Any) -> Any:
+    """`given`, or random token ids [2, T] for a model that takes ids alone."""
     if given is not None:
         return given
     size = getattr(model.config, "vocab_size", None) if hasattr(model, "config") else None
@@ -322,7 +323,8 @@ def _inputs(model: nn.Module, given: Any) -> Any:
     return torch.randint(0, size, (2, min(32, longest)), generator=generator)
 
 
-def _difference(model: nn.Module, other: nn.Module, batch: Any) -> float:
+def difference(model: nn.Module, other: nn.Module, batch: Any) -> float:
+    """Largest difference of a logit as a share of the largest logit of `model`."""
     found = []
     for one in (model, other):
         with evaluation_mode(one):
