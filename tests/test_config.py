@@ -110,7 +110,7 @@ def test_changes_that_only_fit_together_are_applied_together():
         ("model.num_key_value_heads", "0", "at least 1, or none"),
         ("model.intermediate_size", "-5", "at least 1, or none"),
         ("model.intermediate_size", "0", "at least 1, or none"),
-        ("model.num_labels", "0", "at least 1, or none"),
+        ("model.num_labels", "1", "at least 2, or none"),
         ("model.dropout", "2", "in [0, 1)"),
         ("model.attention_dropout", "nan", "in [0, 1)"),
         ("model.norm_eps", "-1", "at least 0"),

@@ -61,8 +61,8 @@ def check_model(config: Any) -> None:
     """Every setting of `ModelConfig`; UserError for the first that cannot be meant."""
     whole("model", config, "hidden_size", "num_hidden_layers", "num_attention_heads",
           "vocab_size", "max_position_embeddings")  # fmt: skip
-    optional = ("num_key_value_heads", "intermediate_size", "num_labels")
-    whole("model", config, *optional, or_none=True)
+    whole("model", config, "num_key_value_heads", "intermediate_size", or_none=True)
+    whole("model", config, "num_labels", low=2, or_none=True)
     real("model", config, "norm_eps", interval="[0, inf)")
     real("model", config, "rope_theta", interval="(0, inf)")
     real("model", config, "dropout", "attention_dropout", interval="[0, 1)")

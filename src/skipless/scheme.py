@@ -23,9 +23,12 @@ from skipless.jsonable import Config
 
 MIN_BITS, MAX_BITS = 2, 16
 
-_WIDTHS = re.compile(r"W(\d+)(?:A(\d+|fp))?((?:-.*)?)", re.DOTALL)
-_GROUP = re.compile(r"g([1-9]\d*)")
-_PERCENTILE = re.compile(r"p(\d+(?:\.\d+)?)")
+# [0-9] and not \d, which takes the digits of every script; so many that int() always reads them.
+_NUMBER = "[0-9]{1,9}"
+_WIDTHS = re.compile(rf"W({_NUMBER})(?:A({_NUMBER}|fp))?((?:-.*)?)", re.DOTALL)
+_GROUP = re.compile(r"g([1-9][0-9]{0,8})")
+_PERCENTILE = re.compile(r"p([0-9]{1,9}(?:\.[0-9]{1,30})?)")
+_LETTERS = {"kv": "KV", "probability": "P"}
 _OPTIONS = ("KV<b>", "P<b>", "w:", "a:", "asym", "static", "clip:")
 
 
@@ -87,8 +90,8 @@ class Scheme(Config):
         match = _WIDTHS.fullmatch(text) if isinstance(text, str) else None
         if not match:
             raise UserError(
-                f"{text!r} is not a quantisation scheme; expected W<bits>A<bits> such as 'W8A8', "
-                "or W<bits>Afp for weights only"
+                f"{_short(text)} is not a quantisation scheme; expected W<bits>A<bits> such as "
+                "'W8A8', or W<bits>Afp for weights only"
             )
         width, activation, options = match.groups()
         if activation is None:
@@ -130,7 +133,7 @@ class Scheme(Config):
 
 def _read_option(part: str, text: str) -> tuple[str, object]:
     """One option between dashes -> (field, value)."""
-    if match := re.fullmatch(r"(KV|P)(\d+)", part):
+    if match := re.fullmatch(f"(KV|P)({_NUMBER})", part):
         return ("kv_bits" if match[1] == "KV" else "probability_bits"), int(match[2])
     if part in ("asym", "static"):
         return ("symmetric" if part == "asym" else "dynamic"), False
@@ -142,9 +145,20 @@ def _read_option(part: str, text: str) -> tuple[str, object]:
     raise UserError(f"{text!r} has the unknown option {'-' + part!r}; {near}")
 
 
+def _short(text: object) -> str:
+    """`repr`, cut to what fits into a sentence."""
+    whole = repr(text)
+    return whole if len(whole) <= 80 else f"{whole[:60]}…{whole[-10:]}"
+
+
 def _check_bits(what: str, bits: int) -> None:
     if not isinstance(bits, int) or isinstance(bits, bool) or not MIN_BITS <= bits <= MAX_BITS:
-        advice = "; use Afp for floating point" if isinstance(bits, int) and bits > MAX_BITS else ""
+        advice = ""
+        if isinstance(bits, int) and bits > MAX_BITS:
+            advice = {
+                "weights": "; 16 loses next to nothing",
+                "activation": "; use Afp for floating point",
+            }.get(what, f"; leave -{_LETTERS.get(what, what)} out for the activation's width")
         raise UserError(
             f"{what} width is {bits!r}; a whole number of bits from {MIN_BITS} to {MAX_BITS} "
             f"was expected{advice}"

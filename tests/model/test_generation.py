@@ -80,6 +80,54 @@ def test_a_prompt_longer_than_the_context_is_cut_from_the_left():
     assert model.generate(prompt, 1)[0, -1] == expected
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": float("nan")}, {"temperature": float("inf")}, {"temperature": "hot"},
+        {"top_k": 2.5}, {"top_k": 0}, {"max_new_tokens": 1.5}, {"max_new_tokens": -1},
+        {"seed": -1}, {"seed": 2**64}, {"seed": 0.5},
+    ],
+)  # fmt: skip
+def test_settings_out_of_range_are_one_sentence(options):
+    name = next(iter(options))
+    with pytest.raises(UserError, match=name) as error:
+        build().generate(IDS, **({"max_new_tokens": 1} | options))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (torch.tensor([1, 2]), r"shape \(2,\); .* ids\[None\]"),
+        (torch.zeros(2, 0, dtype=torch.int64), "at least one token"),
+        (torch.zeros(0, 2, dtype=torch.int64), "at least one token"),
+        (torch.tensor(3), r"shape \(\)"),
+        (torch.ones(1, 2), "float32; int64"),
+        (torch.tensor([[1, 40]]), "40; ids from 0 to 39"),
+        (torch.tensor([[-1, 4]]), "-1; ids from 0 to 39"),
+        ([[1, 2]], "input_ids is list"),
+    ],
+)
+def test_ids_of_another_form_are_refused(ids, words):
+    with pytest.raises(UserError, match=words):
+        build().generate(ids, 1)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-320])
+def test_next_to_no_temperature_is_greedy(temperature):
+    model = build()
+    cold = model.generate(IDS, 4, temperature=temperature)
+    assert torch.equal(cold, model.generate(IDS, 4))
+
+
+def test_broken_weights_are_told():
+    model = build()
+    with torch.no_grad():
+        model.embed_tokens.weight.fill_(torch.nan)
+    with pytest.raises(UserError, match="not finite"):
+        model.generate(IDS, 1, temperature=1.0)
+
+
 def test_the_mode_is_restored():
     model = build(dropout=0.5)
     model.train()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipless.errors import UserError
-from skipless.probes import Moments, batch_moments, excess_kurtosis, max_excess_kurtosis
+from skipless.probes import Moments, batch_moments, excess_kurtosis, max_excess_kurtosis, sqnr
 
 F64 = torch.float64
 
@@ -133,6 +133,28 @@ def test_empty():
     assert summary["count"] == 0 and summary["kurtosis"] is None
     moments.update(data(0, 10, 4))
     assert moments.merge(Moments()).count == 10
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(3, 4).to_sparse(), r"pass x.to_dense\(\)"),
+        ([[1.0, 2.0]], r"not list; try torch.as_tensor"),
+        (np.ones((3, 4)), "not ndarray"),
+        (None, "not NoneType"),
+    ],
+)
+def test_what_is_no_dense_tensor(x, words):
+    for measure in (excess_kurtosis, batch_moments, lambda x: sqnr(x, x)):
+        with pytest.raises(UserError, match=words):
+            measure(x)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3), (2, 0, 0), (2, 3, 0)])
+def test_tensors_without_entries_have_no_moments(shape):
+    assert batch_moments(torch.ones(shape)).count == 0
+    with pytest.raises(UserError, match="empty tensor of shape"):
+        excess_kurtosis(torch.ones(shape))
 
 
 def test_one_token_and_one_value():

@@ -322,3 +322,23 @@ def test_all_reduce_without_processes_is_a_no_op(ids):
     with Probe(model) as probe, torch.no_grad():
         model(ids)
     assert probe.all_reduce().table() == probe.table()
+
+
+def test_a_batch_of_no_tokens_is_told_from_no_forward_pass():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with Probe(model) as probe:
+        model(torch.ones(0, 4))
+    with pytest.raises(UserError, match=r"was empty .*; give at least one token"):
+        probe.table()
+    with Probe(model) as probe:
+        pass
+    with pytest.raises(UserError, match="after 0 forward passes"):
+        probe.table()
+
+
+def test_a_layer_without_width_is_passed_over():
+    model = nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4))
+    with Probe(model) as probe:
+        model(torch.ones(3, 4))
+    counts = {row["site"]: row["count"] for row in probe.table()}
+    assert counts["0:input"] == 3 and counts["0:output"] == 0

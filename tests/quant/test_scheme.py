@@ -82,7 +82,17 @@ def test_defaults():
         ("W8A8-", "unknown option"),
         ("W8A8-asymm", "'asym'"),
         ("W8A8-KV1", "kv width is 1"),
-        ("W8A8-P99", "probability width is 99"),
+        ("W8A8-P99", "probability width is 99.*leave -P out"),
+        ("W8A8-KV99", "kv width is 99.*leave -KV out"),
+        ("W8A99", "activation width is 99.*use Afp"),
+        ("W" + "9" * 5000 + "A8", "not a quantisation scheme"),
+        ("W8A8-KV" + "9" * 5000, "unknown option"),
+        ("W8A8-w:g" + "9" * 5000, "weight granularity"),
+        ("W8A8-clip:p" + "9" * 5000, "clip is"),
+        ("W٨A٨", "not a quantisation scheme"),
+        ("W8A8-KV٨", "unknown option"),
+        ("W8A8-w:g1٨", "weight granularity"),
+        ("W8A8-clip:p9٩", "clip is"),
         ("W8A8-KV8-KV4", "twice"),
         ("W8A8-w:token", "weight granularity is 'token'"),
         ("W8A8-w:g0", "g128"),
@@ -101,6 +111,19 @@ def test_errors_are_one_sentence_that_helps(text, says):
     message = str(caught.value)
     assert re.search(says, message), message
     assert "\n" not in message and message.count(". ") == 0
+
+
+def test_advice_for_activations_is_not_given_for_other_widths():
+    for text in ("W99A8", "W8A8-KV99", "W8A8-P99"):
+        with pytest.raises(UserError) as caught:
+            Scheme.parse(text)
+        assert "Afp" not in str(caught.value)
+
+
+def test_a_message_stays_short():
+    with pytest.raises(UserError) as caught:
+        Scheme.parse("W" + "9" * 5000 + "A8")
+    assert len(str(caught.value)) < 300
 
 
 def test_json_is_checked_as_text_is():

@@ -7,6 +7,9 @@ length only, so cached and uncached decoding see the same windows. Read by `Tran
 
 from __future__ import annotations
 
+import math
+from numbers import Integral, Real
+
 import torch
 from torch import Tensor
 
@@ -28,11 +31,45 @@ def sample(
     """Token ids [B] drawn from logits [B, V]; temperature 0 takes the largest."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits.float().cpu() / temperature  # on the CPU: the same draws on every device
+    logits = logits.float().cpu()  # on the CPU: the same draws on every device
+    if not torch.isfinite(logits).all():
+        raise UserError("the model's logits are not finite; check its weights")
+    if temperature < 1e-3:  # dividing by next to nothing must not make infinite logits
+        logits = logits.double() - logits.amax(dim=-1, keepdim=True)
+    logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+
+
+def _is_whole(value: object, low: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= low
+
+
+def _check_ids(input_ids: object, vocab_size: int) -> None:
+    """Raise UserError unless these are token ids [batch, time] with at least one token a row."""
+    if not isinstance(input_ids, Tensor):
+        raise UserError(
+            f"input_ids is {type(input_ids).__name__}; a tensor of token ids [batch, time] was "
+            "expected, such as torch.tensor([ids])"
+        )
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        advice = "; add the batch with ids[None]" if input_ids.dim() == 1 else ""
+        raise UserError(
+            f"input_ids has shape {tuple(input_ids.shape)}; [batch, time] with at least one token "
+            f"was expected{advice}"
+        )
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            f"input_ids is {input_ids.dtype}; int64 was expected, so use input_ids.long()"
+        )
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"input_ids holds {low if low < 0 else high}; ids from 0 to {vocab_size - 1} were "
+            "expected: is it this model's tokenizer?"
+        )
 
 
 @torch.no_grad()
@@ -58,10 +95,14 @@ def generate(
             "only a causal language model generates text; this one has "
             + ("a classification head" if config.num_labels is not None else "causal=False")
         )
-    if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+    _check_ids(input_ids, config.vocab_size)
+    if not _is_whole(seed, 0) or seed >= 2**64:
+        raise UserError(f"seed is {seed!r}; a whole number from 0 to 2^64 - 1 was expected")
+    fits = _is_whole(max_new_tokens, 0) and (top_k is None or _is_whole(top_k, 1))
+    if not fits or not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
         raise UserError(
-            f"max_new_tokens={max_new_tokens}, temperature={temperature}, top_k={top_k}; expected "
-            "max_new_tokens >= 0, temperature >= 0 and top_k >= 1 (or none)"
+            f"max_new_tokens={max_new_tokens!r}, temperature={temperature!r}, top_k={top_k!r}; "
+            "expected max_new_tokens >= 0, a finite temperature >= 0 and top_k >= 1 (or none)"
         )
     generator = torch.Generator().manual_seed(seed)
     limit, was_training = config.max_position_embeddings, model.training

@@ -18,6 +18,7 @@ statistics.py and geometry.py.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -199,12 +200,22 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     return moments
 
 
+def check_tensor(x: Any) -> None:
+    """Raise UserError unless x is a dense floating-point tensor."""
+    if not isinstance(x, Tensor):
+        raise UserError(f"statistics need a tensor, not {type(x).__name__}; try torch.as_tensor(x)")
+    if not x.is_floating_point():
+        raise UserError(f"statistics need a floating-point tensor, not {x.dtype}; try x.float()")
+    if x.layout != torch.strided:
+        raise UserError(f"statistics need a dense tensor, not {x.layout}; pass x.to_dense()")
+
+
 def as_rows(x: Tensor, mask: Tensor | None = None) -> Tensor:
     """x [..., D] as [tokens, D] on a device that has float64, masked tokens removed."""
-    if not x.is_floating_point():
-        raise UserError(f"statistics need a floating-point tensor, not {x.dtype}")
+    check_tensor(x)
     x = x.detach()
-    rows = x.reshape(1, -1) if x.dim() < 2 else x.reshape(-1, x.shape[-1])
+    # math.prod and not -1, which has no meaning where a side is 0
+    rows = x.reshape(1, -1) if x.dim() < 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if mask is not None:
         if mask.numel() != rows.shape[0]:
             raise UserError(

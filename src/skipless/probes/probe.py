@@ -84,6 +84,7 @@ class Probe:
         self.heads: dict[Key, AttentionStatistics] = {}
         self._pass = ForwardPass()
         self._mask_used = False
+        self._saw_empty = False
         self._handles: list[Any] = []
         self._eager: contextlib.ExitStack | None = None
 
@@ -145,6 +146,7 @@ class Probe:
         if "moments" in self.stats:
             mask = self._pass.mask_for(x)
             batch = self._pass.remember(x, "moments", lambda: batch_moments(x, mask))
+            self._saw_empty |= not (batch.count or batch.nonfinite)
             try:
                 self.moments[site.name].merge(batch)
             except UserError as error:
@@ -298,6 +300,11 @@ class Probe:
         graded = any(number for _, number in self.gradients.values())
         needs = {"moments": measured, "gradients": graded}
         missing = [stat for stat in self.stats if stat in needs and not needs[stat]]
+        if "moments" in missing and self._saw_empty:
+            raise UserError(
+                f"every tensor that the probe saw in {type(self.model).__name__} was empty (a "
+                "batch of no tokens, or a mask that hides all of them); give at least one token"
+            )
         if missing or not set(self.stats) & set(needs):
             what = missing[0] if missing else "moments"
             raise UserError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError, check_choice
-from skipless.probes.moments import F64, Moments, as_rows, batch_moments
+from skipless.probes.moments import F64, Moments, as_rows, batch_moments, check_tensor
 
 POOLINGS = ("pooled", "per_channel", "per_token")
 
@@ -27,8 +27,11 @@ def excess_kurtosis(x: Tensor, pooling: str = "pooled") -> Tensor:
     UserError for an unknown pooling, an empty or a non-floating tensor.
     """
     check_choice("pooling", pooling, POOLINGS)
+    check_tensor(x)
     if x.numel() == 0:
-        raise UserError(f"excess_kurtosis got an empty tensor of shape {tuple(x.shape)}")
+        raise UserError(
+            f"excess_kurtosis got an empty tensor of shape {tuple(x.shape)}; pass one with entries"
+        )
     moments = batch_moments(x)
     if moments.nonfinite:
         width = x.shape[-1] if x.dim() else 1
@@ -53,6 +56,8 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
     Infinite for an exact copy, NaN for 0 against 0 or non-finite input. Raises UserError for
     different shapes.
     """
+    check_tensor(reference)
+    check_tensor(approximation)
     if reference.shape != approximation.shape:
         raise UserError(
             f"sqnr compares {tuple(reference.shape)} with {tuple(approximation.shape)}; "
