@@ -59,6 +59,56 @@ def test_progress_after_a_resume_cut_the_file(row):
     assert (row.step, row.loss) == (1, 5.0)
 
 
+def test_progress_after_a_resume_rewrote_the_file_and_it_grew(row):
+    append(row, '{"step": 1, "loss": 9.0}\n')
+    row.read_progress()
+    new = row.directory / "new"
+    new.write_text('{"step": 1, "loss": 9.0, "longer than before": 1}\n{"step": 2, "loss": 3.0}\n')
+    new.rename(row.directory / "metrics.jsonl")
+    row.read_progress()
+    assert (row.step, row.loss) == (2, 3.0)
+
+
+def test_damaged_lines_are_no_progress_and_no_end(row):
+    with open(row.directory / "metrics.jsonl", "wb") as file:
+        file.write(b'{"step": 1, "loss": 9.0}\n{"st\n\xff\xfe\n[1]\n{"loss": 1}\n')
+        file.write(b'{"step": "x", "loss": 1}\n{"step": 4, "loss": 2.0}\n')
+    row.read_progress()
+    assert (row.step, row.loss) == (4, 2.0)
+
+
+def sleeper(tmp_path, name, code="import time; time.sleep(600)"):
+    row = Row(name, tmp_path / name, 5)
+    row.start = lambda: setattr(row, "process", subprocess.Popen([sys.executable, "-c", code]))
+    return row
+
+
+def test_no_row_outlives_a_fault_of_the_parent(tmp_path, monkeypatch):
+    row = sleeper(tmp_path, "r")
+    monkeypatch.setattr(row, "read_progress", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train_rows([row], jobs=1)
+    assert row.process.returncode is not None
+
+
+def test_a_second_ctrl_c_ends_rows_that_do_not_listen(tmp_path, monkeypatch):
+    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True)\n"
+    row = sleeper(tmp_path, "r", deaf + "time.sleep(600)")
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    row.read_progress = interrupt
+    send = subprocess.Popen.send_signal
+    monkeypatch.setattr(
+        subprocess.Popen, "send_signal",
+        lambda self, number: interrupt() if number == signal.SIGINT else send(self, number),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        train_rows([row], jobs=1)
+    assert row.process.returncode == -signal.SIGKILL
+
+
 def test_a_loss_that_is_not_a_number(row):
     append(row, '{"step": 3, "loss": null}\n')
     row.read_progress()
@@ -84,8 +134,10 @@ def test_remove_spares_a_run_in_use(tmp_path, tiny_config):
     with held.lock(), pytest.raises(UserError, match="in use by another process"):
         Row("x", path, 1).remove()
     assert (path / "config.json").exists()
+    (path / "notes.txt").write_text("mine")
     Row("x", path, 1).remove()
-    assert not path.exists()
+    assert {p.name for p in path.iterdir()} == {".lock", "config.json", "notes.txt"}
+    RunDir.create(path, tiny_config.replace(optim={"lr": 1.0}))  # and it can be used again
 
 
 def test_no_jobs_is_an_error(tmp_path):

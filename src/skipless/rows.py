@@ -8,9 +8,8 @@ Ctrl-C is passed on: each row saves a checkpoint, and the same command continues
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 from skipless.errors import UserError
 from skipless.log import make_progress, say
-from skipless.rundir import RunDir
+from skipless.rundir import CONFIG, RunDir, json_row, make_directory
 
 MEASURE_SHARE = 0.15
 """Measuring a row takes about this share of training it (8 layers of width 128)."""
@@ -42,7 +41,8 @@ class Row:
     loss: float = float("nan")
     error: str = ""
     _offset: int = 0
-    _partial: str = field(default="", repr=False)
+    _inode: int = 0
+    _partial: bytes = field(default=b"", repr=False)
 
     @property
     def log(self) -> Path:
@@ -50,10 +50,12 @@ class Row:
         return self.directory.with_name(self.directory.name + ".log")
 
     def remove(self) -> None:
-        """Delete the run, unless a process still holds it."""
-        if (self.directory / "config.json").exists():
-            with RunDir(self.directory).lock():
-                shutil.rmtree(self.directory)
+        """Delete the run all but its settings, by which the directory stays known as ours; not
+        while a process holds it."""
+        run = RunDir(self.directory)
+        if run.path.is_dir() and run.is_ours():
+            with run.lock():
+                run.clear(keep=(CONFIG,))
         self.log.unlink(missing_ok=True)
 
     def start(self) -> None:
@@ -61,7 +63,7 @@ class Row:
         command = [sys.executable, "-m", "skipless", "train", self.recipe,
                    "--out", str(self.directory), *self.arguments]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(self.log.parent)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -74,20 +76,23 @@ class Row:
 
     def read_progress(self) -> None:
         """Take in the lines appended since the last look."""
-        path = self.directory / "metrics.jsonl"
-        if not path.exists():
+        try:
+            with open(self.directory / "metrics.jsonl", "rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._inode or found.st_size < self._offset:
+                    self._offset, self._partial = 0, b""  # rewritten or cut by a resume
+                self._inode = found.st_ino
+                file.seek(self._offset)
+                text = self._partial + file.read()
+                self._offset = file.tell()
+        except OSError:  # not there yet, or just being replaced
             return
-        if path.stat().st_size < self._offset:  # truncated by a resume
-            self._offset, self._partial = 0, ""
-        with open(path) as file:
-            file.seek(self._offset)
-            text = self._partial + file.read()
-            self._offset = file.tell()
-        *lines, self._partial = text.split("\n")
-        for line in lines:
-            row = json.loads(line)
-            if "loss" in row:
-                self.step, self.loss = row["step"], row["loss"] or float("nan")
+        *lines, self._partial = text.split(b"\n")
+        for row in map(json_row, lines):  # a line that is damaged is no progress
+            if row and "loss" in row and isinstance(row.get("step"), int):
+                loss = row["loss"]
+                self.step = row["step"]
+                self.loss = loss if isinstance(loss, (int, float)) else float("nan")
 
     @property
     def done(self) -> float:
@@ -139,6 +144,8 @@ def train_rows(rows: list[Row], jobs: int | None = None) -> None:
         _stop(running)
         say("stopped; every row kept its last checkpoint. The same command continues from there.")
         raise
+    finally:
+        _stop(running)  # whatever went wrong here: no row lives on unseen
 
 
 def _line(rows: list[Row], running: list[Row], total: float) -> str:
@@ -150,15 +157,19 @@ def _line(rows: list[Row], running: list[Row], total: float) -> str:
 
 
 def _stop(running: list[Row]) -> None:
-    """Let the rows save and end; whoever takes longer than 30 s is ended."""
-    for row in running:
-        if row.process is not None and row.process.poll() is None:
-            row.process.send_signal(signal.SIGINT)
-    until = time.monotonic() + 30
-    for row in running:
-        if row.process is None:
-            continue
-        try:
-            row.process.wait(max(0.1, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            row.process.kill()
+    """Let the rows save and end; whoever takes longer than 30 s is ended, and all are at once when
+    interrupted again."""
+    processes = [row.process for row in running if row.process is not None]
+    try:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        until = time.monotonic() + 30
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, until - time.monotonic()))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()

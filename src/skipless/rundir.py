@@ -192,8 +192,8 @@ class RunDir:
         """True once training has left something that is worth keeping."""
         return (self / WEIGHTS).exists() or any((self / CHECKPOINTS).glob("step-*"))
 
-    def clear(self) -> None:
-        """Remove our files, all but the lock, which must be held.
+    def clear(self, keep: tuple[str, ...] = ()) -> None:
+        """Remove our files, all but the lock, which must be held, and those named in `keep`.
 
         They are moved aside first, beginning with the settings, so that being cut short never
         leaves a directory that looks like a whole run.
@@ -203,7 +203,7 @@ class RunDir:
             aside.mkdir()
             own = sorted(p for p in self.path.iterdir() if _is_own(p.name) and p != aside)
             for entry in sorted(own, key=lambda p: p.name != CONFIG):
-                if entry.name != LOCK:
+                if entry.name not in (LOCK, *keep):
                     os.replace(entry, aside / entry.name)
             shutil.rmtree(aside)
         except OSError as error:

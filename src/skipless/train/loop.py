@@ -137,10 +137,10 @@ class Loop:
         restored = checkpoint.restore(run / CHECKPOINTS, self.model, self.optimizer, world)
         self.at = restored or Position()
         self.saved_step = self.at.step if restored else None
+        if restored is None:
+            world.first(lambda: _drop_stale(run, None))
         world.first(lambda: note_text(run, self.data))
-        self.metrics = (
-            Metrics(run, self.config, self.at.step) if world.is_main else Silent()
-        )
+        self.metrics = Metrics(run, self.config, self.at.step) if world.is_main else Silent()
         self.started = time.perf_counter() - self.at.seconds
 
     def build_model(self) -> Transformer:
@@ -363,8 +363,9 @@ def _due(step: int, every: int, last: int | None = None) -> bool:
     return step > 0 and (step == last or (every > 0 and step % every == 0))
 
 
-def _drop_stale(run: RunDir, step: int) -> None:
-    """Remove measurements of earlier weights: a report would show them as those of the end."""
+def _drop_stale(run: RunDir, step: int | None) -> None:
+    """Remove measurements of other weights than those of `step` (None: all of them): a report would
+    show them as those of the end."""
     for name in ("eval.json", "quant.json", "samples.json"):
         with contextlib.suppress(UserError):
             found = run.read_json(name, {})
