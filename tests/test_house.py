@@ -12,6 +12,7 @@ ORDER = [
     ("jsonable",),
     ("scheme",),
     ("checks",),
+    ("interpolation_config",),
     ("config",),
     ("registry", "rundir", "log", "sites"),
     ("recipes", "model", "optim", "data", "probes"),

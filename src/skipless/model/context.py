@@ -31,3 +31,7 @@ class ForwardContext:
     num_visible: Tensor | None = None
     """How many keys each query sees, [T] or [B, T]; only set for a length-scaled temperature."""
     cache: KeyValueCache | None = None
+    tokens: Tensor | None = None
+    """Bool [B, S], False on padding; None when every position is a token."""
+    entropy: Tensor | None = None
+    """Normalised entropy [B, T] of the newest attention sublayer, where its connection asks."""
