@@ -141,6 +141,7 @@ def test_changes_that_only_fit_together_are_applied_together():
         ("evaluate.num_tokens", "0", "at least 1"),
         ("evaluate.sample_tokens", "-1", "at least 0"),
         ("evaluate.prompt", "", "at least one character"),
+        ("model.connection_overrides", "[{}]", "connection_overrides[0].connection is missing"),
         ("evaluate.prompt", "\ud800", "surrogate"),
     ],
 )

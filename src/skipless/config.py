@@ -77,6 +77,15 @@ class ConnectionOverride(Config):
     sublayer: Literal["attention", "mlp"] | None = None
     """None means both."""
 
+    @classmethod
+    def from_dict(cls, values, *, where: str = ""):
+        if isinstance(values, dict) and "connection" not in values:
+            raise UserError(
+                f"{where or 'a connection override.'}connection is missing; say which connection "
+                'these layers get, such as {"connection": {"kind": "none"}}'
+            )
+        return super().from_dict(values, where=where)
+
     def __post_init__(self) -> None:
         checks.check_override(self)
 
