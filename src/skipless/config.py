@@ -17,6 +17,7 @@ from typing import Literal
 
 from skipless import checks
 from skipless.errors import UserError
+from skipless.interpolation_config import UniversalConfig
 from skipless.jsonable import Config, from_json, override, to_json
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RunConfig",
     "TemperatureConfig",
     "TrainConfig",
+    "UniversalConfig",
     "from_json",
     "override",
     "to_json",
@@ -44,7 +46,7 @@ class ConnectionConfig(Config):
 
     kind: str = "residual"
     """residual C1, none C2, fixed C3, rezero C4, layerscale C5, interpolate C6, anneal C7,
-    learned C9."""
+    learned C9, universal C8, gated C10."""
     init: float | None = None
     """Start of the learned gain; None means the kind's own (rezero 0, layerscale 1e-4,
     interpolate theta 0, learned 1)."""
@@ -62,6 +64,8 @@ class ConnectionConfig(Config):
     anneal_fraction: float = 0.5
     """Share of training after which the stream's weight has reached 0 (C7)."""
     anneal_shape: Literal["linear", "cosine"] = "linear"
+    universal: UniversalConfig = field(default_factory=UniversalConfig)
+    """Everything of kind universal."""
 
     def __post_init__(self) -> None:
         checks.check_connection(self)

@@ -6,6 +6,7 @@ from skipless.model.block import Block
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import CONNECTIONS, Connection, build_connection
 from skipless.model.initializers import INITIALIZERS, haar
+from skipless.model.interpolation import Gated, Universal, describe_interpolation
 from skipless.model.temperature import AttentionTemperature
 from skipless.model.transformer import ModelOutput, Transformer, initialize
 
@@ -18,11 +19,14 @@ __all__ = [
     "Connection",
     "ConnectionConfig",
     "ConnectionOverride",
+    "Gated",
     "KeyValueCache",
     "ModelConfig",
     "ModelOutput",
     "Transformer",
+    "Universal",
     "build_connection",
+    "describe_interpolation",
     "eager_attention",
     "haar",
     "initialize",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.model import blocked, diagonal
+from skipless.model.attention_entropy import attention_entropy
 from skipless.model.blocked import blocked_attention
 from skipless.model.context import ForwardContext
 from skipless.model.diagonal import diagonal_attention
@@ -53,6 +54,7 @@ class Attention(nn.Module):
         )
         self.query, self.key, self.value = nn.Identity(), nn.Identity(), nn.Identity()
         self.probabilities = nn.Identity()
+        self.measures_entropy = False
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         batch, length, _ = x.shape
@@ -68,6 +70,11 @@ class Attention(nn.Module):
             q = q * factor
         if context.cache is not None:
             k, v = context.cache.update(self.layer, k, v)
+        if self.measures_entropy:
+            context.entropy = attention_entropy(
+                q, k, scale=self.temperature.scaling, visible=context.visible,
+                causal=context.is_causal, bias=self.identity_bias,
+            )  # fmt: skip
         attend = self._eager if self.implementation == "eager" else self._fused
         out = attend(q, k, v, context)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))

@@ -61,6 +61,9 @@ class Block(nn.Module):
         if self.placement == "post":
             self.post_feedforward_layernorm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.attention_connection.place(layer, "attention", config.causal)
+        self.mlp_connection.place(layer, "mlp", config.causal)
+        self.self_attn.measures_entropy = self.attention_connection.needs_entropy
         self.tie_gains()
 
     def tie_gains(self) -> None:

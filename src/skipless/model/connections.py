@@ -1,6 +1,7 @@
 """How a sublayer joins the stream: y = a * x + b * f(norm(x)) + c * x0 (C0), as modules.
 
-Kinds C1-C7 and C9 of docs/equations.md; one class each, found by name in `CONNECTIONS`. In the
+Kinds C1-C10 of docs/equations.md; one class each, found by name in `CONNECTIONS` (C8 and C10, whose
+weights depend on the token, are in `interpolation.py`). In the
 drawings x is the stream, f the sublayer's output (the branch), y the new stream. A connection is a
 module of its own so that hooks see the stream: its output is the stream's probe site. Read by
 `block.py`; folding (docs/equations.md, section 7) is used by surgery and export.
@@ -33,6 +34,17 @@ class Connection(nn.Module):
     def __init__(self, config: ConnectionConfig, hidden_size: int):
         super().__init__()
         self.config, self.hidden_size = config, hidden_size
+        self.layer: int | None = None
+        self.sublayer: str | None = None
+
+    def place(self, layer: int, sublayer: str, causal: bool) -> None:
+        """Tell where in a model this is; raises UserError where the kind cannot stand."""
+        self.layer, self.sublayer = layer, sublayer
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the attention in front is to put its entropy into the context."""
+        return False
 
     def forward(self, stream: Tensor, branch: Tensor, context: ForwardContext) -> Tensor:
         """The new stream."""

@@ -79,6 +79,7 @@ def build_context(
         visible=visible,
         is_causal=config.causal and (past == 0 or visible is not None),
         cache=cache,
+        tokens=attention_mask,
     )
     if rotary is not None:
         context.rotary = rotary.at(positions, config.max_position_embeddings, dtype)

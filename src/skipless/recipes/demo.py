@@ -109,7 +109,9 @@ def rf_kl() -> RunConfig:
 @recipe("demo-rf-muon", paper="control")
 def rf_muon() -> RunConfig:
     """No residual connections at the end of training, Muon."""
-    return residual_free("residual-free + Muon", muon(2.5e-3), _swept("2.5e-3, 5e-3, 1e-2"))
+    return residual_free(
+        "residual-free + Muon", muon(2.5e-3), _swept("1.25e-3, 2.5e-3, 5e-3, 1e-2")
+    )
 
 
 @recipe("demo-rf-literal", paper="proposed, literally")
