@@ -13,9 +13,13 @@ Figures (ratio of tokens/s, higher is better, target 1.0):
 Ours runs `skipless.train.Loop.advance`: batch, schedule, forward, backward, check that all is
 finite, clipping, fused AdamW and a row of metrics.jsonl. The two peers run batch, forward,
 backward, `clip_grad_norm_` and `torch.optim.AdamW(fused=True)`. fp32, one thread, the same token
-batches. For each figure a round times ours, peer, peer, ours, so that a drifting machine slows both
-alike; the figure is the median over rounds of the ratio of CPU times, which a busy machine disturbs
-least. Peak memory is each contender's own process after three steps, beside the bare imports.
+batches. Each contender is a process of its own, as a training script is (ours then tells malloc to
+keep freed memory, see skipless/train/memory.py; the peers are left as they are). A round times
+ours, peer, peer, ours, so that a drifting machine slows both alike; the figure is the median over
+rounds of the ratio of CPU times, which a busy machine disturbs least.
+
+The last comparison is residual-free as the demo trains it: identity-biased attention (I7) and a
+skip annealed away (C7); it is shown and has no target.
 
 D = 256, 8 layers, 4 heads, context 256, vocabulary 4,096, 4 sequences a step; --quick has 4 layers
 and fewer rounds (the head's share is then larger). Prints a table and one JSON line.
@@ -162,8 +166,10 @@ RATIOS = {
     "vs_hf_llama": ("ours, swiglu", "HF LlamaForCausalLM"),
     "vs_nanogpt": ("ours, gelu + layernorm", "nanoGPT-style"),
     "rf_vs_residual": ("ours, residual-free", "ours, residual"),
-    "rf_i7_vs_residual": ("ours, residual-free + I7", "ours, residual"),
+    "rf_i7_vs_residual (no target)": ("ours, residual-free + I7", "ours, residual"),
 }
+
+TARGETS = {"vs_hf_llama": 1.0, "vs_nanogpt": 1.0, "rf_vs_residual": 1.0}
 
 
 def contender(name: str, num_layers: int, data: PreparedData, folder: Path):
@@ -206,91 +212,107 @@ def random_data(folder: Path) -> PreparedData:
     )  # fmt: skip
 
 
-def measure(num_layers: int, num_rounds: int):
-    """CPU seconds of every step by contender, ratios by figure and round, parameter counts."""
-    names = [*OURS, *PEERS]
+class Worker:
+    """A contender in a process of its own, which makes a step when asked."""
+
+    def __init__(self, name: str, num_layers: int) -> None:
+        command = [sys.executable, __file__, "--worker", name, "--layers", str(num_layers)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.seconds: list[float] = []
+
+    def ask(self, what: str) -> float:
+        """Send one word, get one number."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def step(self) -> float:
+        """CPU seconds of one training step."""
+        self.seconds.append(self.ask("step"))
+        return self.seconds[-1]
+
+    def close(self) -> dict[str, float]:
+        """What the table shows."""
+        row = {
+            "seconds": statistics.median(self.seconds), "memory": self.ask("memory"),
+            "parameters": self.ask("parameters"),
+        }  # fmt: skip
+        self.process.communicate()
+        return row
+
+
+def work(name: str, num_layers: int) -> None:
+    """What a Worker's process does: words on stdin, numbers on stdout."""
     with tempfile.TemporaryDirectory() as folder:
         data = random_data(Path(folder))
-        made = {name: contender(name, num_layers, data, Path(folder)) for name in names}
-        sizes = {n: sum(p.numel() for p in model.parameters()) for n, (model, _) in made.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        ratios: dict[str, list[float]] = {figure: [] for figure in RATIOS}
-
-        def timed(name: str) -> float:
-            began = time.process_time()
-            made[name][1]()
-            seconds[name].append(time.process_time() - began)
-            return seconds[name][-1]
-
-        for _, step in made.values():
-            step()
-        for _ in range(num_rounds):
-            for figure, (ours, peer) in RATIOS.items():
-                mine, theirs = timed(ours), timed(peer)
-                theirs, mine = theirs + timed(peer), mine + timed(ours)
-                ratios[figure].append(theirs / mine)
-    return seconds, ratios, sizes
-
-
-def peak_memory(name: str, num_layers: int) -> float:
-    """MiB at the peak of a process of its own that makes three steps; "" only imports."""
-    command = [sys.executable, __file__, "--memory", name, "--layers", str(num_layers)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-
-
-def report_memory(name: str, num_layers: int) -> None:
-    """What the process of `peak_memory` does."""
-    import transformers.models.llama.modeling_llama  # noqa: F401  (the same imports for all)
-
-    with tempfile.TemporaryDirectory() as folder:
-        if name:
-            step = contender(name, num_layers, random_data(Path(folder)), Path(folder))[1]
-            for _ in range(3):
+        bare = memory("VmRSS")
+        model, step = contender(name, num_layers, data, Path(folder))
+        for word in map(str.strip, sys.stdin):
+            if word == "step":
+                began = time.process_time()
                 step()
-    print(peak_mebibytes())
+                answer = time.process_time() - began
+            elif word == "memory":
+                answer = memory("VmHWM") - bare
+            else:
+                answer = sum(p.numel() for p in model.parameters())
+            print(answer, flush=True)
 
 
-def peak_mebibytes() -> float:
-    """The most memory this process has held, MiB."""
+def memory(which: str) -> float:
+    """MiB this process holds now ("VmRSS") or held at most ("VmHWM", and always off Linux)."""
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss is at least the parent's there, so it cannot be used
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM"))
+    if status.exists():
+        line = next(x for x in status.read_text().splitlines() if x.startswith(which))
         return int(line.split()[1]) / 2**10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def compare(ours: str, peer: str, num_layers: int, num_rounds: int):
+    """Ratios of CPU time, peer over ours, by round; and the table's two rows."""
+    workers = Worker(ours, num_layers), Worker(peer, num_layers)
+    for worker in workers:
+        worker.ask("step")
+        worker.ask("step")
+    ratios = []
+    for _ in range(num_rounds):
+        mine, theirs = workers[0].step(), workers[1].step()
+        theirs, mine = theirs + workers[1].step(), mine + workers[0].step()
+        ratios.append(theirs / mine)
+    return sorted(ratios), [worker.close() for worker in workers]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 layers, fewer rounds")
     parser.add_argument("--layers", type=int, help="number of layers (default 8, quick 4)")
-    parser.add_argument("--no-memory", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--memory", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
     num_layers = options.layers or (4 if options.quick else 8)
-    if options.memory is not None:
-        report_memory(options.memory, num_layers)
+    if options.worker:
+        work(options.worker, num_layers)
         return
-    seconds, ratios, sizes = measure(num_layers, 7 if options.quick else 20)
     print(f"D = {WIDTH}, {num_layers} layers, {BATCH} x {LENGTH} tokens a step, fp32, 1 thread")
     figures = {}
-    for figure, values in ratios.items():
-        values.sort()
-        middle = statistics.median(values)
-        low, high = values[len(values) // 4], values[-1 - len(values) // 4]
-        print(f"{figure:18s} {middle:.3f}  (middle half of rounds {low:.3f} to {high:.3f})")
-        figures[figure] = {"value": round(middle, 4), "target": 1.0, "better": "higher"}
-    if options.no_memory:
-        return
-    bare = peak_memory("", num_layers)
-    print(f"{'':26s} {'parameters':>11s} {'ms a step':>10s} {'tokens/s':>9s} {'peak MiB':>9s}")
-    for name, values in seconds.items():
-        middle = statistics.median(values)
-        memory = peak_memory(name, num_layers) - bare
-        speed = BATCH * LENGTH / middle
-        print(f"{name:26s} {sizes[name]:11,d} {middle * 1e3:10.1f} {speed:9.0f} {memory:9.0f}")
-    print(f"(peak memory is above the {bare:.0f} MiB of bare imports; times are CPU medians)")
+    for figure, (ours, peer) in RATIOS.items():
+        ratios, rows = compare(ours, peer, num_layers, 8 if options.quick else 20)
+        middle = statistics.median(ratios)
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        print(f"{figure}: {middle:.3f} (middle half of rounds {low:.3f} to {high:.3f})")
+        print(f"  {'':26s}  parameters  ms a step  tokens/s  peak MiB")
+        for name, row in zip((ours, peer), rows, strict=True):
+            speed = BATCH * LENGTH / row["seconds"]
+            print(f"  {name:26s} {row['parameters']:11,.0f} {row['seconds'] * 1e3:10.1f} "
+                  f"{speed:9.0f} {row['memory']:9.0f}")  # fmt: skip
+        if figure in TARGETS:
+            target = TARGETS[figure]
+            figures[figure] = {"value": round(middle, 4), "target": target, "better": "higher"}
+    print("times are medians of CPU time; peak memory counts from before the model is built")
     print(json.dumps({"benchmark": "train_throughput", "threads": 1, "figures": figures}))
 
 

@@ -190,3 +190,30 @@ def test_a_failing_compiler_is_said_and_training_goes_on(tiny, data, tmp_path, m
     train(tiny.replace(train={"compile": True}), tmp_path / "run", data=data)
     assert "no C++ compiler on this machine" in " ".join(capfd.readouterr().err.split())
     assert losses(tmp_path / "run") == losses(tmp_path / "eager")
+
+
+def test_malloc_is_left_to_those_who_tune_it(monkeypatch):
+    from skipless.train.memory import keep_freed_memory
+
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    assert not keep_freed_memory()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted on Linux")
+def test_freed_memory_is_kept_between_steps(monkeypatch):
+    import resource
+
+    from skipless.train.memory import keep_freed_memory
+
+    for name in ("MALLOC_ARENA_MAX", "LD_PRELOAD", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    if not keep_freed_memory():
+        pytest.skip("not glibc")
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(64 << 18)  # 64 MiB
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    assert faults() < 1000  # 16,384 pages, had they gone back to the kernel

@@ -6,6 +6,7 @@
     checkpoint.py   save, find, restore; a broken one falls back to the one before
     tree.py         an optimiser's state as tensors plus JSON
     metrics.py      metrics.jsonl and its mirrors (TensorBoard, trackio)
+    memory.py       what malloc does between steps
     measure.py      held-out loss and probes at a step
     diagnose.py     where a non-finite number came from
     signals.py      Ctrl-C

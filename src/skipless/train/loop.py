@@ -49,6 +49,7 @@ from skipless.train.measure import (
     probe_row,
     step_numbers,
 )
+from skipless.train.memory import keep_freed_memory
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
 from skipless.train.precision import autocast
 from skipless.train.result import RESULT, TrainResult, read_result
@@ -117,6 +118,8 @@ class Loop:
         self.on_step = on_step or (lambda info: None)
         self.report: Callable[[dict[str, Any]], None] = lambda info: None
         self.stop = Stop(alone=not world.is_distributed)
+        if world.device.type == "cpu":
+            keep_freed_memory()
 
         # Batches: training ones by step, cut into micro-batches; fixed held-out ones.
         share = self.settings.batch_size // world.size
