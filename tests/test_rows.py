@@ -92,18 +92,14 @@ def test_no_row_outlives_a_fault_of_the_parent(tmp_path, monkeypatch):
 
 
 def test_a_second_ctrl_c_ends_rows_that_do_not_listen(tmp_path, monkeypatch):
-    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); print(1, flush=True)\n"
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)\n"
     row = sleeper(tmp_path, "r", deaf + "time.sleep(600)")
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     row.read_progress = interrupt
-    send = subprocess.Popen.send_signal
-    monkeypatch.setattr(
-        subprocess.Popen, "send_signal",
-        lambda self, number: interrupt() if number == signal.SIGINT else send(self, number),
-    )  # fmt: skip
+    monkeypatch.setattr(subprocess.Popen, "terminate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train_rows([row], jobs=1)
     assert row.process.returncode == -signal.SIGKILL
@@ -192,6 +188,8 @@ def test_ctrl_c_saves_every_row_and_the_same_command_continues(
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT), str(tmp_path / "out"), *long],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # a test-suite in the background may have inherited an ignored Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     runs = [tmp_path / "out" / name for name in ("demo-fast-rf-muon", "demo-fast-residual-adamw")]
     try:

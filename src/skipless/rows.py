@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -163,7 +162,7 @@ def _stop(running: list[Row]) -> None:
     try:
         for process in processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.terminate()  # saves like Ctrl-C, also where Ctrl-C is ignored (nohup)
         until = time.monotonic() + 30
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -252,11 +252,11 @@ def test_update_rms_is_what_was_asked(cls):
     [
         ({"root": "qrr"}, "did you mean 'qr'"),
         ({"refresh_every": 0}, "at least 1"),
-        ({"update_rms": -1.0}, "positive"),
+        ({"update_rms": -1.0}, "update_rms is -1.0"),
         ({"lr": float("nan")}, "finite"),
         ({"betas": (0.9, 1.0)}, "decays"),
         ({"start": "published"}, "reference=True"),
-        ({"block_size": 0}, "positive"),
+        ({"block_size": 0}, "block_size is 0"),
     ],
 )
 def test_bad_options_are_named(options, word):
