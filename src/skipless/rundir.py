@@ -32,6 +32,7 @@ from typing import Any
 from skipless.config import RunConfig, from_json, to_json
 from skipless.errors import UserError
 from skipless.jsonable import leaves, parse_json, read_text
+from skipless.locking import try_lock
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 WEIGHTS, CHECKPOINTS, LOCK = "model.safetensors", "checkpoint", ".lock"
@@ -245,7 +246,7 @@ class RunDir:
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(open(self / LOCK, "a+"))
-                if not _try_lock(file):
+                if not try_lock(file):
                     file.seek(0)
                     holder = file.read().strip() or "unknown"
                     raise UserError(
@@ -376,22 +377,3 @@ def _check_same(old: RunConfig, new: RunConfig, path: Path) -> None:
             f"{path} holds a run with other settings ({first} is {before.get(first)!r} there and "
             f"{after[first]!r} here{more}); choose another directory or start anew with --fresh"
         )
-
-
-def _try_lock(file) -> bool:
-    """Exclusive, non-blocking, tied to the open file."""
-    if os.name == "nt":
-        import msvcrt
-
-        try:
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            return False
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -27,8 +27,8 @@ from pathlib import Path
 from skipless import log
 from skipless.data.catalog import SOURCES, Source
 from skipless.data.documents import Document, hash_file
-from skipless.data.locking import locked, remove_leftovers
 from skipless.errors import UserError
+from skipless.locking import locked, remove_leftovers
 from skipless.rundir import atomic_path
 
 CLEANING = 1

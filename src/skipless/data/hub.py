@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl
 from skipless import log
 from skipless.data.documents import clean
 from skipless.data.fetching import Fetched, UnreachableError, open_cached
-from skipless.data.locking import locked, remove_leftovers
 from skipless.errors import UserError, suggestion
+from skipless.locking import locked, remove_leftovers
 from skipless.rundir import atomic_path
 
 _OPTIONS = {"config": "", "split": "train", "characters": "100000000"}

@@ -28,10 +28,10 @@ from skipless.data import fetching, hub
 from skipless.data.build import Builder, Corpus
 from skipless.data.catalog import SOURCES
 from skipless.data.documents import fingerprint, read_path
-from skipless.data.locking import locked, remove_leftovers
 from skipless.data.shards import Shard, rebuild
 from skipless.data.tokenizer import load_tokenizer, tokenizer_hash
 from skipless.errors import UserError, suggestion
+from skipless.locking import locked, remove_leftovers
 from skipless.rundir import atomic_path
 
 FORMAT = 1

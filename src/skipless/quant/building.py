@@ -100,7 +100,7 @@ def build(level: str, folder: Path | None = None) -> Path:
     path = folder / f"integer-{level}-{key.hexdigest()[:16]}.so"
     if path.exists():
         return path
-    from skipless.data.locking import locked
+    from skipless.locking import locked
 
     with locked(folder / f"{path.stem}.lock", what="compiling the integer kernel", timeout=600):
         if not path.exists():  # else another process made it meanwhile

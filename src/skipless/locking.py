@@ -1,4 +1,8 @@
-"""A lock between processes that waits, so that two runs prepare the same data only once."""
+"""Locks between processes: one that waits (`locked`), one that does not (`try_lock`).
+
+A lock belongs to the open file, so it vanishes with its process, even a killed one. Used by run
+directories, prepared text and compiled kernels.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,7 @@ from skipless.errors import UserError
 def locked(path: str | Path, *, what: str, timeout: float = 3600.0) -> Iterator[None]:
     """Hold the lock file `path` for the block; wait up to `timeout` seconds for another holder.
 
-    The lock belongs to the open file, so it vanishes with its process, even a killed one. Raises
-    UserError when the file cannot be made or the wait was in vain.
+    Raises UserError when the file cannot be made or the wait was in vain.
     """
     path = Path(path)
     try:
@@ -31,7 +34,7 @@ def locked(path: str | Path, *, what: str, timeout: float = 3600.0) -> Iterator[
         ) from error
     with file:
         deadline, told = time.monotonic() + timeout, False
-        while not _try(file):
+        while not try_lock(file):
             if not told:
                 log.say(f"waiting for another process: {what}")
                 told = True
@@ -51,7 +54,8 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _try(file) -> bool:
+def try_lock(file) -> bool:
+    """Lock an open file exclusively, without waiting. False if another process holds it."""
     if os.name == "nt":
         import msvcrt
 
