@@ -25,7 +25,7 @@ console = Console(stderr=True, highlight=False)
 
 def say(text: str) -> None:
     """One plain line on stderr."""
-    console.print(text, markup=False)
+    console.print(text, markup=False, soft_wrap=True)
 
 
 def make_progress(*, unit: str = "") -> Progress:
