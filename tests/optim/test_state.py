@@ -16,6 +16,8 @@ ALL = {
     "kl_shampoo": KLShampoo,
     "kl_reference": lambda p, **k: KLShampoo(p, reference=True, **k),
     "kl_newton": lambda p, **k: KLShampoo(p, root="newton", **k),
+    "kl_packed": lambda p, **k: KLShampoo(p, packed=True, **k),
+    "soap_packed": lambda p, **k: SOAP(p, packed=True, **k),
     "kl_bf16_momentum": lambda p, **k: KLShampoo(p, momentum_dtype=torch.bfloat16, **k),
 }  # fmt: skip
 
@@ -54,6 +56,34 @@ def train(model, optimizer, steps):
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("cls", [KLShampoo, KLSOAP, SOAP, Shampoo])
+def test_packed_triangles_change_the_state_and_nothing_else(cls):
+    whole, packed = net(), net()
+    one, other = cls(whole, lr=1e-2), cls(packed, lr=1e-2, packed=True)
+    train(whole, one, range(23))
+    train(packed, other, range(23))
+    assert same(whole, packed)
+    left = other.state[packed.up.weight]["left"]
+    assert left.shape == (1, 55) and "packed eigenbasis" in other.describe()
+    saved = 4 * 2 * (45 + 15)  # of each of two matrices, the upper triangles of 10 x 10 and 6 x 6
+    assert one.state_bytes() - other.state_bytes() == saved
+    assert one.metrics() == other.metrics()
+
+
+def test_packed_triangles_are_of_eigenbases():
+    for options in ({"root": "eigh"}, {"root": "newton"}, {"reference": True}):
+        with pytest.raises(UserError, match="packed=True needs eigenbases"):
+            KLShampoo(net(), packed=True, **options)
+    model = net()
+    loss_of(model, 0).backward()
+    first = KLShampoo(model, lr=1e-2)
+    first.step()
+    other = KLShampoo(model, lr=1e-2, packed=True)
+    other.load_state_dict(first.state_dict())
+    with pytest.raises(UserError, match="packed"):
+        other.step()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from skipless.errors import UserError
 from skipless.optim.blocks import Layout
+from skipless.optim.packed import PackedSide
 from skipless.optim.sides import (
     DiagonalSide,
     FullSide,
@@ -41,6 +42,8 @@ class SideChoice:
     one_sided: bool = False
     rotation_only: bool = False
     """Sides serve as a basis only (SOAP): a side without eigenvectors is the identity."""
+    packed: bool = False
+    """Factors of eigenbases as packed triangles."""
 
     def __post_init__(self) -> None:
         if self.rank < 1 or self.max_side < 1:
@@ -55,7 +58,7 @@ class SideChoice:
             if self.one_sided and longer:
                 made.append(IdentitySide(name, dim))
             elif dim <= self.max_side:
-                made.append(RootSide(name, dim, self.root) if self.root else FullSide(name, dim))
+                made.append(self._whole(name, dim))
             elif self.rotation_only or self.wide == "identity":
                 made.append(IdentitySide(name, dim))
             elif self.wide == "low_rank":
@@ -63,6 +66,11 @@ class SideChoice:
             else:
                 made.append(DiagonalSide(name, dim))
         return made[0], made[1]
+
+    def _whole(self, name: str, dim: int) -> IdentitySide:
+        if self.root:
+            return RootSide(name, dim, self.root)
+        return PackedSide(name, dim) if self.packed else FullSide(name, dim)
 
 
 @dataclass
@@ -133,7 +141,8 @@ class Bucket:
                 if old is not None and old.shape != piece.shape:
                     raise UserError(
                         f"the saved state {what!r} of a parameter is {tuple(old.shape)}, but "
-                        f"{tuple(piece.shape)} is needed; use the block_size it was saved with"
+                        f"{tuple(piece.shape)} is needed; use the block_size and packed it was "
+                        "saved with"
                     )
                 if old is not None:
                     piece.copy_(old)

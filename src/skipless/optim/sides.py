@@ -4,6 +4,7 @@ A block G (m x n) has a left side of m rows and a right side of n columns. A sid
 (O1's L or R) in one of these forms:
 
     FullSide      factor in its own eigenbasis, and the basis: "left" [d, d], "left_basis" [d, d]
+    PackedSide    the same, the factor as a packed triangle [d(d+1)/2] (packed.py)
     RootSide      the factor as it is and its inverse root: "left" [d, d], "left_root" [d, d]
     DiagonalSide  a vector [d]: for sides too wide for a matrix
     LowRankSide   top eigenvectors [d, k], their values [k] and one value for all the rest
@@ -146,16 +147,24 @@ class FullSide(DiagonalSide):
 
     def refresh(self, b, index, exact, power, eps):
         """One power step (O1 step 7: L Q = Q L~, so qr(L Q) = Q qr(L~)), or exact eigenvectors."""
-        factor, basis = symmetric(b[self.name][index]), f"{self.name}_basis"
+        factor, basis = symmetric(self.factor(b, index)), f"{self.name}_basis"
         if exact:
             turn = sorted_eigh(factor)[1].contiguous()
             turned = turn.mT @ factor @ turn
         else:
             turn, upper = torch.linalg.qr(factor)
             turned = upper @ turn  # turn^T factor turn, since factor = turn upper
-        b[self.name][index] = turned
+        self.store(b, index, turned)
         b[basis][index] = b[basis][index] @ turn
         return turn
+
+    def factor(self, b: State, index: Tensor) -> Tensor:
+        """The factors [k, d, d] of some blocks, right in the lower triangle."""
+        return b[self.name][index]
+
+    def store(self, b: State, index: Tensor, factor: Tensor) -> None:
+        """Keep new factors of some blocks."""
+        b[self.name][index] = factor
 
     def orthonormalize(self, b: State, index: Tensor) -> None:
         """One Newton-Schulz step: takes the rounding of many turns out of the basis."""
