@@ -121,3 +121,44 @@ def test_a_compiled_step_is_the_eager_step(cls):
         weights.append([p.detach().clone() for p in model.parameters()])
     for eager, traced in zip(*weights, strict=True):
         assert torch.allclose(eager, traced, atol=1e-6)
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def test_lightning_trains_and_resumes_bit_for_bit(tmp_path):
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+        def training_step(self, batch):
+            (x,) = batch
+            return F.mse_loss(self.down(F.gelu(self.up(x))), x.flip(-1))
+
+        def configure_optimizers(self):
+            return KLShampoo(self, lr=1e-2)
+
+    data = torch.utils.data.TensorDataset(torch.randn(32, 8))
+    batches = torch.utils.data.DataLoader(data, batch_size=8)
+
+    def fit(epochs, start=None):
+        trainer = lightning.Trainer(
+            max_epochs=epochs, accelerator="cpu", gradient_clip_val=1.0, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        module = Module()
+        before = module.up.weight.clone()
+        trainer.fit(module, batches, ckpt_path=start)
+        assert not torch.equal(before, module.up.weight)
+        assert trainer.global_step == 4 * epochs
+        return trainer, module
+
+    _, straight = fit(6)
+    fit(3)[0].save_checkpoint(tmp_path / "half.ckpt")
+    _, resumed = fit(6, tmp_path / "half.ckpt")
+    assert torch.equal(straight.up.weight, resumed.up.weight)
+    assert torch.equal(straight.down.weight, resumed.down.weight)
