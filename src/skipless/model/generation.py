@@ -2,7 +2,8 @@
 
 Texts longer than the model's context slide: when the window is full it drops its oldest half, so
 that the cache is rebuilt once per half window rather than at every token. The rule depends on the
-length only, so cached and uncached decoding see the same windows. Read by `Transformer.generate`.
+length only, so cached and uncached decoding see the same windows. `generate` is a method of
+`Transformer`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ def generate(
     model,
     input_ids: Tensor,
     max_new_tokens: int,
-    *,
     temperature: float = 0.0,
     top_k: int | None = None,
     seed: int = 0,

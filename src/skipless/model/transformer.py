@@ -19,6 +19,7 @@ from skipless.model.attention import Attention
 from skipless.model.block import Block
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
+from skipless.model.generation import generate
 from skipless.model.losses import cross_entropy
 from skipless.model.norms import build_norm
 from skipless.model.relation_encoder import RelationEncoder
@@ -167,22 +168,7 @@ class Transformer(nn.Module):
         gains, connection gains, biases)."""
         return sum(p.numel() for p in self.parameters() if gains or p.ndim > 1)
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        seed: int = 0,
-        use_cache: bool = True,
-    ) -> Tensor:
-        """`input_ids` [B, T] continued by `max_new_tokens`; see `skipless.model.generation`."""
-        from skipless.model.generation import generate  # which imports this file's output type
-
-        return generate(
-            self, input_ids, max_new_tokens, temperature=temperature, top_k=top_k, seed=seed,
-            use_cache=use_cache,
-        )  # fmt: skip
+    generate = generate
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ import torch
 
 from skipless import log
 from skipless.errors import UserError
+from skipless.locking import locked
 from skipless.rundir import atomic_path
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -100,8 +101,6 @@ def build(level: str, folder: Path | None = None) -> Path:
     path = folder / f"integer-{level}-{key.hexdigest()[:16]}.so"
     if path.exists():
         return path
-    from skipless.locking import locked
-
     with locked(folder / f"{path.stem}.lock", what="compiling the integer kernel", timeout=600):
         if not path.exists():  # else another process made it meanwhile
             log.say(f"compiling the integer kernel ({level}), once: {path}")
