@@ -17,7 +17,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).with_name("equations.md")
 SOURCE = Path(__file__).parents[1] / "src" / "skipless"
-ROOMS = ("model", "optim", "probes", "quant", "evaluate")
+ROOMS = ("model", "optim", "probes", "quant", "evaluate", "surgery")
 """Where equations live; other rooms use them, and their mentions are only checked for existence."""
 PREFIX = "In the code: "
 LIMIT = 5

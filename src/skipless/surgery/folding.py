@@ -1,14 +1,14 @@
 """`fold`: gains and temperatures multiplied into the weights next to them, so that they are gone.
 
 Linear y = x W + bias; `out` is the linear that ends a sublayer. With y = a x + b f(norm(x)), and
-the numbers of section 7 of docs/equations.md in front:
+the tags of docs/equations.md in front:
 
-    1, 2   out <- b out                                       rezero, layerscale
-    3      c <- a c, out <- (b / c) out                       interpolate, fixed, learned
-           (the stream is carried as x / c, which a norm in front does not see, as long as the
-           stream is large against the norm's eps; the comparison tells)
-    4      W <- diag(g) W, bias <- bias + beta W              norm gain g, norm bias beta
-    6      W_Q <- tau_l W_Q                                   temperature
+    F1, F2   out <- b out                                     rezero, layerscale
+    F3       c <- a c, out <- (b / c) out                     interpolate, fixed, learned
+             (the stream is carried as x / c, which a norm in front does not see, as long as the
+             stream is large against the norm's eps; the comparison tells)
+    F4       W <- diag(g) W, bias <- bias + beta W            norm gain g, norm bias beta
+    F6       W_Q <- tau_l W_Q                                 temperature
 
 Works on a copy, then compares: the largest difference of the logits, as a share of the largest
 logit, is printed and must be below 1e-5. A patched Hugging Face model becomes a plain one that
@@ -149,7 +149,7 @@ def scale_output(linear: nn.Module, gain: Tensor) -> None:
 
 @torch.no_grad()
 def fold_norm(norm: nn.Module, readers: list[nn.Module]) -> str:
-    """Move the gain (and bias) of `norm` into all its readers; a reason when it cannot be."""
+    """Move the gain (and bias) of `norm` into all its readers (F4); a reason when it cannot be."""
     bias = getattr(norm, "bias", None)
     if bias is not None and bool(bias.any()) and any(r.bias is None for r in readers):
         return "its bias has no bias to go to"
@@ -168,6 +168,7 @@ def fold_norm(norm: nn.Module, readers: list[nn.Module]) -> str:
 def _fold_own(
     model: Transformer, counts: Counter[str], kept: list[str], norm_gains: bool
 ) -> Transformer:
+    """Our Transformer with plain connections, its stream carried as x / c (F3)."""
     config, carried, absent = model.config, 1.0, {"attention": [], "mlp": []}
     pre = config.norm_placement == "pre"
     for index, block in enumerate(model.layers):
@@ -216,7 +217,7 @@ def _fold_own_norms(model: Transformer, counts: Counter[str], kept: list[str]) -
 
 @torch.no_grad()
 def _fold_temperature(model: Transformer, counts: Counter[str]) -> TemperatureConfig:
-    """Temperatures into W_Q; a length-scaled factor depends on the position and stays."""
+    """Temperatures into W_Q (F6); a length-scaled factor depends on the position and stays."""
     for block in model.layers:
         attention = block.self_attn
         temperature = attention.temperature
@@ -262,6 +263,7 @@ def _rebuilt(model: Transformer, config: ModelConfig) -> Transformer:
 def _fold_patched(
     model: nn.Module, batch: Any, counts: Counter[str], kept: list[str], norm_gains: bool
 ) -> nn.Module:
+    """A patched Hugging Face model without its patch, its stream carried as x / c (F3)."""
     patched = connections(model)
     if not patched:
         raise UserError(

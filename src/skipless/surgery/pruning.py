@@ -1,5 +1,5 @@
 """`prune`: leave out the sublayers that hardly change the stream. Not exact, so it reports the loss
-before and after. Section 7 of docs/equations.md.
+before and after (F5).
 
 At y = a x + b f(norm(x)) a sublayer's share is |b f| / |x| of a token, the norms over its channels.
 Where the largest share over all tokens stays below the tolerance, the sublayer becomes the identity
@@ -62,7 +62,7 @@ def prune(
     *,
     loss: Callable[[nn.Module, list[Any]], float] | None = None,
 ) -> Pruned:
-    """Drop every sublayer whose |b f| / |x| stays below `tolerance` on `batches`.
+    """Drop every sublayer whose |b f| / |x| stays below `tolerance` on `batches` (F5).
 
     `batches` as `skipless.evaluate.loss` takes them; they are read three times. `loss` measures a
     model that is no language model. Prints and returns what was dropped and the loss before and
