@@ -52,7 +52,7 @@ from skipless.train.measure import (
 from skipless.train.memory import keep_freed_memory
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
 from skipless.train.precision import autocast
-from skipless.train.result import RESULT, TrainResult, read_result
+from skipless.train.result import RESULT, TrainResult, drop_stale, read_result
 from skipless.train.signals import Interrupted, Stop
 
 
@@ -141,7 +141,7 @@ class Loop:
         self.at = restored or Position()
         self.saved_step = self.at.step if restored else None
         if restored is None:
-            world.first(lambda: _drop_stale(run, None))
+            world.first(lambda: drop_stale(run, None))
         world.first(lambda: note_text(run, self.data))
         self.metrics = Metrics(run, self.config, self.at.step) if world.is_main else Silent()
         self.started = time.perf_counter() - self.at.seconds
@@ -301,7 +301,7 @@ class Loop:
         row = self.probe(final) | probe_origin(self.config.probe, self.at.step, final)
         self.metrics.row({"step": self.at.step, **held_out})
         run = self.directory
-        self.world.first(lambda: _drop_stale(run, self.at.step))
+        self.world.first(lambda: drop_stale(run, self.at.step))
         self.world.first(lambda: run.write_json("probe.json", row))
         save_weights(run / WEIGHTS, self.model, self.world)
         rows = self.world.first(lambda: run.read_jsonl(METRICS))
@@ -364,18 +364,6 @@ class Loop:
 def _due(step: int, every: int, last: int | None = None) -> bool:
     """True at every multiple of `every` (0: never) and at `last`."""
     return step > 0 and (step == last or (every > 0 and step % every == 0))
-
-
-def _drop_stale(run: RunDir, step: int | None) -> None:
-    """Remove measurements of other weights than those of `step` (None: all of them): a report would
-    show them as those of the end."""
-    for name in ("eval.json", "quant.json", "samples.json"):
-        with contextlib.suppress(UserError):
-            found = run.read_json(name, {})
-            origin = found.get("measured") if isinstance(found, dict) else None
-            if isinstance(origin, dict) and origin.get("step") == step:
-                continue
-        (run / name).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,13 @@
-"""How a run ended: train.json, and whether the weights beside it are the ones it speaks of.
+"""How a run ended: train.json, and whether what lies beside it belongs to the same weights.
 
-A run counts as finished when both can be read. If one is damaged and a checkpoint is left, the run
-goes on from that, which makes the files anew. Read by loop.py and load.py.
+A run counts as finished when train.json and the weights can be read. If one is damaged and a
+checkpoint is left, the run goes on from that, which makes the files anew. Read by loop.py and
+load.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -81,6 +83,20 @@ def _parsed(run: RunDir) -> TrainResult:
     if not whole or any(isinstance(n, bool) or not isinstance(n, (int, float)) for n in numbers):
         raise UserError(f"{run / RESULT} is not what training writes")
     return TrainResult(**known)
+
+
+def drop_stale(run: RunDir, step: int | None) -> None:
+    """Remove measurements of other weights than those of `step` (None: all of them).
+
+    A report would show them as those of the end.
+    """
+    for name in ("eval.json", "quant.json", "samples.json"):
+        with contextlib.suppress(UserError):
+            found = run.read_json(name, {})
+            origin = found.get("measured") if isinstance(found, dict) else None
+            if isinstance(origin, dict) and origin.get("step") == step:
+                continue
+        (run / name).unlink(missing_ok=True)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
