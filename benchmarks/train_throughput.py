@@ -110,9 +110,7 @@ def plain_loop(model: nn.Module, loss: Callable, loader: Loader) -> Step:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        groups, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     number = 0
 
     def step() -> None:

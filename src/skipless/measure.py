@@ -116,9 +116,7 @@ def quantize_run(
         "error": {
             "scheme": str(error_scheme),
             "scope": scope,
-            "rows": error_propagation(
-                run.model, error_scheme, few, scope, calibration=calibration
-            ),
+            "rows": error_propagation(run.model, error_scheme, few, scope, calibration=calibration),
         },
         "sqnr": {
             "scheme": str(error_scheme),

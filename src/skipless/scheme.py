@@ -69,8 +69,10 @@ class Scheme(Config):
         if percent and not 0 < float(percent[1]) <= 100:
             raise UserError(f"clip {self.clip!r} is not a percentile in (0, 100]; try p99.9")
         if self.activation_bits is None and self.kv_bits is None and self.probability_bits is None:
-            for option, idle in (("-static", self.dynamic),
-                                 ("-a:token", self.activation_granularity == "tensor")):
+            for option, idle in (
+                ("-static", self.dynamic),
+                ("-a:token", self.activation_granularity == "tensor"),
+            ):
                 if not idle:
                     raise UserError(
                         f"{option} has no effect on a weight-only scheme; leave it out or give "

@@ -166,9 +166,7 @@ def test_same_input_of_several_linears_is_quantised_once(ours, ids, monkeypatch)
 
     calls = []
     real = activations.simulate
-    monkeypatch.setattr(
-        activations, "simulate", lambda *a, **k: calls.append(1) or real(*a, **k)
-    )
+    monkeypatch.setattr(activations, "simulate", lambda *a, **k: calls.append(1) or real(*a, **k))
     with quantized(ours, "W8A8", "linear"):
         logits(ours, ids)
     assert len(calls) == 2 * 4  # qkv, o, up, down in each of two layers, not 6

@@ -130,9 +130,7 @@ def test_a_noted_folder_that_is_none_means_prepare_again(stopped, data, tmp_path
     stopped.write_json("data.json", {**note, "directory": directory})
     monkeypatch.setattr("skipless.train.load.prepare", lambda *a: data)
     assert load_run(stopped.path).data is data
-    monkeypatch.setattr(
-        "skipless.train.load.prepare", lambda *a: other_text(data, tmp_path, tiny)
-    )
+    monkeypatch.setattr("skipless.train.load.prepare", lambda *a: other_text(data, tmp_path, tiny))
     with pytest.raises(UserError, match="other text"):
         _ = load_run(stopped.path).data
 

@@ -205,7 +205,7 @@ def test_malloc_is_left_to_those_who_tune_it(monkeypatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="page faults are counted on Linux")
 def test_freed_memory_is_kept_between_steps():
     # In a process of its own: the test-suite's heap has its own history of large blocks. The first
-    # rounds are not counted, as the heap may place a second block beside the first before it settles.
+    # rounds are not counted: the heap may place a second block beside the first before it settles.
     code = """
 import resource, torch
 from skipless.train.memory import keep_freed_memory

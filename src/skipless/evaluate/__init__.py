@@ -1,9 +1,9 @@
 """Evaluation: held-out loss, loss by precision, error by depth, sensitivity by layer.
 
-    losses.py       loss, perplexity, bits per byte, standard errors
-    precision.py    loss at every scheme and scope
-    propagation.py  R_l through depth (S9), SQNR of every site against the yardstick (S3, S11)
-    sensitivity.py  one layer quantised at a time
+losses.py       loss, perplexity, bits per byte, standard errors
+precision.py    loss at every scheme and scope
+propagation.py  R_l through depth (S9), SQNR of every site against the yardstick (S3, S11)
+sensitivity.py  one layer quantised at a time
 """
 
 from skipless.evaluate.losses import LossReport, SequenceLosses, loss, sequence_losses

@@ -103,9 +103,7 @@ def quantize(
             f"the model is already quantised with {present.scheme} (scope {present.scope}); "
             "call restore(model) first"
         )
-    weights, targets = find_targets(
-        model, scheme, scope, include_head=include_head, layers=layers
-    )
+    weights, targets = find_targets(model, scheme, scope, include_head=include_head, layers=layers)
     state = ForwardState([target.site for target in targets])
     quantizers = [ActivationQuantizer(target, scheme, state) for target in targets]
     record = Quantization(
@@ -234,9 +232,7 @@ def _quantize_weight(target: WeightTarget, scheme: Scheme) -> _Weight:
         rounded = quantize_weight(parameter, scheme, transposed=target.transposed)
     except UserError as error:
         raise UserError(f"{target.name}: {error}") from None
-    return _Weight(
-        name=target.name, parameter=parameter, stored=rounded, layer=target.layer
-    )
+    return _Weight(name=target.name, parameter=parameter, stored=rounded, layer=target.layer)
 
 
 def _register_hooks(model: nn.Module, record: Quantization) -> None:

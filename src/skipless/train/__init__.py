@@ -1,17 +1,17 @@
 """Training: `train(config, path)` makes a run directory, `load_run(path)` reads one.
 
-    loop.py         the loop, in the order things happen
-    distributed.py  one process or many: FSDP2, compile by block, activation checkpointing
-    precision.py    autocast
-    checkpoint.py   save, find, restore; a broken one falls back to the one before
-    tree.py         an optimiser's state as tensors plus JSON
-    metrics.py      metrics.jsonl and its mirrors (TensorBoard, trackio)
-    memory.py       what malloc does between steps
-    measure.py      held-out loss and probes at a step
-    diagnose.py     where a non-finite number came from
-    signals.py      Ctrl-C
-    result.py       how a run ended, and whether its weights are whole
-    load.py         a finished (or unfinished) run as a model
+loop.py         the loop, in the order things happen
+distributed.py  one process or many: FSDP2, compile by block, activation checkpointing
+precision.py    autocast
+checkpoint.py   save, find, restore; a broken one falls back to the one before
+tree.py         an optimiser's state as tensors plus JSON
+metrics.py      metrics.jsonl and its mirrors (TensorBoard, trackio)
+memory.py       what malloc does between steps
+measure.py      held-out loss and probes at a step
+diagnose.py     where a non-finite number came from
+signals.py      Ctrl-C
+result.py       how a run ended, and whether its weights are whole
+load.py         a finished (or unfinished) run as a model
 """
 
 from skipless.train.load import LoadedRun, load_run

@@ -199,9 +199,7 @@ def _read(
         slots = _slots(stored, state["optimizer"]["parameters"], model, optimizer)
     with _quiet():
         try:
-            dcp.load(
-                {**wanted, **slots}, checkpoint_id=folder, no_dist=not world.is_distributed
-            )
+            dcp.load({**wanted, **slots}, checkpoint_id=folder, no_dist=not world.is_distributed)
         except BaseException as error:
             cause = _cause(error)
             raise RuntimeError(f"{type(cause).__name__}: {cause}") from error

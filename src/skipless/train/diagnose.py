@@ -62,9 +62,7 @@ def sentence(found: dict[str, Any]) -> str:
     return texts[found["kind"]].format(first=found["first"])
 
 
-def _outputs(
-    model: nn.Module, batches: Iterable[Batch], world: World, precision: str
-) -> list[str]:
+def _outputs(model: nn.Module, batches: Iterable[Batch], world: World, precision: str) -> list[str]:
     """Names of modules with non-finite outputs, in the order of computation."""
     seen: list[str] = []
 

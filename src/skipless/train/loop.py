@@ -86,9 +86,11 @@ def train(
         resumes = resumes and world.first(run.has_weights)
         if data is None:
             data = world.in_turn(
-                lambda: open_text(run, config)
-                if resumes
-                else prepare(config.data, config.model.vocab_size)
+                lambda: (
+                    open_text(run, config)
+                    if resumes
+                    else prepare(config.data, config.model.vocab_size)
+                )
             )
         elif resumes:
             world.agree(lambda: check_text(run, data))
