@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skipless.optim.buckets import Bucket, per_block, true_counts
 from skipless.optim.sharding import Sink
-from skipless.optim.sides import FullSide, RootSide
+from skipless.optim.sides import FullSide, Index, RootSide
 
 ORTHONORMALIZE_EVERY = 16  # refreshes; a float32 basis drifts by about 1e-7 a refresh
 
@@ -191,26 +191,31 @@ def refresh(
     first_time = [k for k, t in due if t <= every or exact]
     again = [k for k, t in due if not (t <= every or exact)]
     for blocks, is_exact in ((first_time, True), (again, False)):
-        if not blocks:
-            continue
-        index = torch.tensor(blocks, device=device)
-        if factors == "kl":
-            _rebalance(bucket, index, power)
-        for side in bucket.sides:
-            turn = side.refresh(b, index, is_exact, power, eps)
-            for what in ("momentum", "second") if turn is not None else ():
-                if what in b:
-                    by = turn.square() if what == "second" else turn
-                    old = b[what][index].float()
-                    new = by.mT @ old if side.is_left else old @ by
-                    b[what][index] = new.to(b[what].dtype)
+        for index in _indices(blocks, device):
+            if factors == "kl":
+                _rebalance(bucket, index, power)
+            for side in bucket.sides:
+                turn = side.refresh(b, index, is_exact, power, eps)
+                for what in ("momentum", "second") if turn is not None else ():
+                    if what in b:
+                        by = turn.square() if what == "second" else turn
+                        old = b[what][index].float()
+                        b[what][index] = by.mT @ old if side.is_left else old @ by
     worn = [k for k, t in due if (t // every) % ORTHONORMALIZE_EVERY == 0]
-    for side in bucket.sides if worn else ():
-        if isinstance(side, FullSide) and side.has_frame:
-            side.orthonormalize(b, torch.tensor(worn, device=device))
+    for index in _indices(worn, device):
+        for side in bucket.sides:
+            if isinstance(side, FullSide) and side.has_frame:
+                side.orthonormalize(b, index)
 
 
-def _rebalance(bucket: Bucket, index: Tensor, power: float) -> None:
+def _indices(blocks: list[int], device: torch.device) -> list[Index]:
+    """All blocks at once where batches are fast; on CPUs one by one, which spares copies."""
+    if device.type == "cpu":
+        return [slice(k, k + 1) for k in blocks]
+    return [torch.tensor(blocks, device=device)] if blocks else []
+
+
+def _rebalance(bucket: Bucket, index: Index, power: float) -> None:
     """Give both KL factors the same mean eigenvalue: (cL, R/c) is the same preconditioner."""
     left, right = (side.mean(bucket.buffers, index) for side in bucket.sides)
     if left is None or right is None:

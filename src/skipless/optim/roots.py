@@ -13,6 +13,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+STRIP = 64
+"""Rows a strip of a triangular product; smaller strips lose more than they save."""
+
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
@@ -44,6 +47,28 @@ def sorted_eigh(s: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(s.double().cpu())
         values, vectors = (x.to(s.device, s.dtype) for x in (values, vectors))
     return values.flip(-1), vectors.flip(-1)
+
+
+def power_step(s: Tensor) -> tuple[Tensor, Tensor]:
+    """One step of orthogonal iteration on symmetric s [K, d, d]: (Q, Q^T s Q), where s = Q R.
+
+    Of Q^T s Q = R Q at least the lower triangle is right: on CPUs only that is computed, strip by
+    strip, from the triangle R, a sixth of a full product.
+    """
+    if s.device.type != "cpu":
+        q, r = torch.linalg.qr(s)
+        return q, r @ q
+    # s is its own transpose, and the transpose has the layout LAPACK wants. `linalg.qr` would copy
+    # R out besides.
+    packed, tau = torch.geqrf(s.mT)
+    q = torch.linalg.householder_product(packed, tau)
+    turned, dim = torch.empty_like(s), s.shape[-1]
+    for a in range(0, dim, STRIP):
+        end = min(a + STRIP, dim)
+        rows = packed[..., a:end, a:].clone()
+        rows[..., : end - a].triu_()
+        turned[..., a:end, :end] = rows @ q[..., a:, :end]
+    return q, turned
 
 
 def inverse_power(

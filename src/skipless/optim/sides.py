@@ -21,10 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.optim.roots import inverse_power, newton_inverse_root, sorted_eigh
+from skipless.optim.roots import (
+    STRIP,
+    inverse_power,
+    newton_inverse_root,
+    power_step,
+    sorted_eigh,
+)
 
 State = dict[str, Tensor]
-STRIP = 64  # rows a strip of the triangular product; smaller strips lose more than they save
+Index = Tensor | slice
+"""Which blocks of a bucket: a tensor of numbers, or a slice, which costs no copies."""
 
 
 def symmetric(factor: Tensor) -> Tensor:
@@ -69,15 +76,15 @@ class IdentitySide:
     def accumulate(self, c: Tensor, s: State, decay: float, weight: float) -> None:
         """factor <- decay factor + weight c c^T (left), c^T c (right)."""
 
-    def refresh(self, b: State, index: Tensor, exact: bool, power: float, eps: float):
+    def refresh(self, b: State, index: Index, exact: bool, power: float, eps: float):
         """Renew basis or root of some blocks; returns the turn [k, d, d] of the frame, or None."""
         return None
 
-    def mean(self, b: State, index: Tensor) -> Tensor | None:
+    def mean(self, b: State, index: Index) -> Tensor | None:
         """Mean eigenvalue [k], None where there is no factor."""
         return None
 
-    def rescale(self, b: State, index: Tensor, by: Tensor, power: float) -> None:
+    def rescale(self, b: State, index: Index, by: Tensor, power: float) -> None:
         """factor <- by [k] * factor."""
 
     def eigenvalues(self, s: State) -> Tensor | None:
@@ -152,27 +159,26 @@ class FullSide(DiagonalSide):
             turn = sorted_eigh(factor)[1].contiguous()
             turned = turn.mT @ factor @ turn
         else:
-            turn, upper = torch.linalg.qr(factor)
-            turned = upper @ turn  # turn^T factor turn, since factor = turn upper
+            turn, turned = power_step(factor)
         self.store(b, index, turned)
         b[basis][index] = b[basis][index] @ turn
         return turn
 
-    def factor(self, b: State, index: Tensor) -> Tensor:
+    def factor(self, b: State, index: Index) -> Tensor:
         """The factors [k, d, d] of some blocks, right in the lower triangle."""
         return b[self.name][index]
 
-    def store(self, b: State, index: Tensor, factor: Tensor) -> None:
+    def store(self, b: State, index: Index, factor: Tensor) -> None:
         """Keep new factors of some blocks."""
         b[self.name][index] = factor
 
-    def orthonormalize(self, b: State, index: Tensor) -> None:
+    def orthonormalize(self, b: State, index: Index) -> None:
         """One Newton-Schulz step: takes the rounding of many turns out of the basis."""
         q = b[f"{self.name}_basis"][index]
         b[f"{self.name}_basis"][index] = torch.baddbmm(q, q, q.mT @ q, beta=1.5, alpha=-0.5)
 
     def mean(self, b, index):
-        return b[self.name].diagonal(dim1=-2, dim2=-1)[index].mean(-1)
+        return b[self.name].diagonal(dim1=-2, dim2=-1)[index].contiguous().mean(-1)
 
     def eigenvalues(self, s):
         return s[self.name].diagonal(dim1=-2, dim2=-1)
