@@ -1,5 +1,7 @@
 """Roles on foreign modules, groups, schedules."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -124,3 +126,15 @@ def test_schedule_refuses_a_negative_warm_up_and_a_decay_beyond_the_run():
         schedule("cosine", 0, 10, warmup_steps=-5)
     with pytest.raises(UserError, match="decay_fraction is 3"):
         schedule("wsd", 0, 10, decay_fraction=3)
+
+
+def test_matrices_without_names_are_told():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    with pytest.warns(UserWarning, match="2 parameters .* came without names"):
+        KLShampoo(model.parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KLShampoo(model)
+        KLShampoo(model.named_parameters())
+        KLShampoo([{"params": [model[1].weight], "role": "matrix"}])
+        KLShampoo([model[1].bias, torch.nn.Parameter(torch.ones(3))])

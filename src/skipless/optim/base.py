@@ -12,6 +12,7 @@ betas, eps, weight_decay, param_names.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -151,6 +152,8 @@ class RoleOptimizer(torch.optim.Optimizer):
         role = options.get("role")
         if role is not None:
             check_choice("role of a parameter group", role, ROLES)
+        elif self.algorithm != "adamw":
+            _warn_of_unnamed([e for e in entries if isinstance(e, Tensor) and e.ndim >= 2])
         roles = {n: role for n, _ in named} if role else roles_from_tensors(named)
         return self._by_role(named, roles, options)
 
@@ -345,3 +348,13 @@ class RoleOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """A table: every parameter with role, shape, treatment and state bytes."""
         return describe(self)
+
+
+def _warn_of_unnamed(matrices: list[Tensor]) -> None:
+    if matrices:
+        warnings.warn(
+            f"{len(matrices)} parameters of two or more dimensions came without names, so "
+            "embeddings and heads among them are treated as hidden matrices; pass the model or its "
+            "named_parameters(), or give their group a 'role'",
+            stacklevel=2,
+        )
