@@ -17,6 +17,7 @@ ORDER = [
     ("registry", "log"),
     ("locking",),
     ("rundir", "sites"),
+    ("heads",),
     ("recipes", "model", "optim", "data", "probes"),
     ("quant",),
     ("evaluate",),
@@ -26,6 +27,7 @@ ORDER = [
     ("rows",),
     ("demo",),
     ("sweep",),
+    ("arguments",),
     ("cli",),
     ("__main__",),
 ]

@@ -28,7 +28,16 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice, suggestion
 
-__all__ = ["KINDS", "Site", "find_sites", "first_tensor", "is_linear", "select_sites"]
+__all__ = [
+    "KINDS",
+    "Site",
+    "block_names",
+    "find_sites",
+    "first_tensor",
+    "is_linear",
+    "linear_widths",
+    "select_sites",
+]
 
 KINDS = (
     "embedding", "stream", "sublayer_input", "sublayer_output", "norm_output",
@@ -164,7 +173,7 @@ def _shorten(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else text[:limit].rsplit(",", 1)[0] + ", ..."
 
 
-def _widths(module: nn.Module) -> tuple[int, int]:
+def linear_widths(module: nn.Module) -> tuple[int, int]:
     """(in, out) of a linear module; Conv1D stores its weight as in x out."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
@@ -172,7 +181,7 @@ def _widths(module: nn.Module) -> tuple[int, int]:
     return int(rows), int(columns)
 
 
-def _blocks(model: nn.Module) -> list[str]:
+def block_names(model: nn.Module) -> list[str]:
     """Names of the members of the outermost lists of blocks.
 
     A list of blocks is a ModuleList, or a Sequential of at least two modules of one class, whose
@@ -200,13 +209,13 @@ def _holds_linear(module: nn.Module) -> bool:
 
 
 def _ends(linears: list[nn.Module]) -> tuple[int, int]:
-    return _widths(linears[0])[0], _widths(linears[-1])[1]
+    return linear_widths(linears[0])[0], linear_widths(linears[-1])[1]
 
 
 def _sublayers(block: nn.Module) -> list[str]:
     """Children of a block that lead from the stream's width back to it."""
     linears = [m for m in block.modules() if is_linear(m)]
-    width = _widths(linears[0])[0] if linears else None
+    width = linear_widths(linears[0])[0] if linears else None
     found = []
     for name, child in block.named_children():
         inner = [m for m in child.modules() if is_linear(m)]
@@ -228,7 +237,7 @@ def _layer_of(name: str) -> int | None:
 
 
 def _from_structure(model: nn.Module) -> list[Site]:
-    blocks = _blocks(model)
+    blocks = block_names(model)
     is_block = set(blocks)
     modules = dict(model.named_modules())
     sublayers = {f"{block}.{child}" for block in blocks for child in _sublayers(modules[block])}

@@ -17,11 +17,12 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from skipless.heads import HEAD_NAMES, find_heads
+
 ROLES = ("matrix", "convolution", "embedding", "head", "norm", "gain", "vector")
 SPECTRAL_ROLES = ("matrix", "convolution")
 GAIN_DECAY_ROLES = ("norm", "gain", "vector")
 
-_HEAD_NAMES = {"lm_head", "score", "classifier", "head", "output_projection", "embed_out", "fc_out"}
 _EMBEDDING_WORDS = ("embed", "wte", "wpe", "token", "position")
 
 
@@ -36,7 +37,7 @@ def parameter_roles(model: nn.Module) -> dict[str, str]:
             # A tied weight belongs to the embedding, whichever module is met first.
             if id(parameter) not in owners or isinstance(module, nn.Embedding):
                 owners[id(parameter)] = (module, module_name, leaf)
-    heads = _heads(model)
+    heads = {id(model.get_submodule(name)) for name in find_heads(model)}
     roles = {}
     for name, parameter in model.named_parameters():
         module, module_name, leaf = owners[id(parameter)]
@@ -56,26 +57,11 @@ def roles_from_tensors(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
             roles[name] = "norm" if any("norm" in part for part in parts) else "vector"
         elif any(word in part for part in parts for word in _EMBEDDING_WORDS):
             roles[name] = "embedding"
-        elif _HEAD_NAMES & set(parts):
+        elif HEAD_NAMES & set(parts):
             roles[name] = "head"
         else:
             roles[name] = "convolution" if parameter.ndim > 3 else "matrix"
     return roles
-
-
-def _heads(model: nn.Module) -> set[int]:
-    """Linear layers that are the model's last projection."""
-    found = {id(m) for name, m in model.named_modules() if name.split(".")[-1] in _HEAD_NAMES}
-    output = getattr(model, "get_output_embeddings", None)
-    module = output() if callable(output) else None
-    if module is not None:
-        found.add(id(module))
-    # A last linear layer as wide as an embedding table projects onto the vocabulary.
-    tables = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    if linears and linears[-1].out_features in tables - {linears[-1].in_features}:
-        found.add(id(linears[-1]))
-    return found
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -28,7 +28,12 @@ from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.fake import fake_quantize
 from skipless.quant.scheme import Scheme
-from skipless.quant.targets import ActivationTarget, WeightTarget, find_targets
+from skipless.quant.targets import (
+    ActivationTarget,
+    WeightTarget,
+    find_targets,
+    find_untouched,
+)
 
 _ATTRIBUTE = "_skipless_quantization"
 
@@ -71,13 +76,20 @@ class Quantization:
     handles: list[Any] = field(default_factory=list)
     eager: list[tuple[nn.Module, str]] = field(default_factory=list)
     """Attention modules that were switched to eager, and what they were before."""
+    untouched: dict[str, list[str]] = field(default_factory=dict)
+    """Modules whose matrices stay in full precision, by what they are (`targets.find_untouched`).
+    """
 
     def describe(self) -> str:
         """One line: scheme, scope, how many weights and sites, what stays in full precision."""
-        head = "quantised" if self.include_head else "in full precision"
+        parts = []
+        for what, names in self.untouched.items():
+            more = f" and {len(names) - 3} more" if len(names) > 4 else ""
+            parts.append(f"{what} {', '.join(names[:3] if more else names)}{more}")
         return (
             f"{self.scheme} in scope {self.scope}: {len(self.weights)} weights, "
-            f"{len(self.activations)} activation sites, head and embedding {head}"
+            f"{len(self.activations)} activation sites; "
+            + ("in full precision: " + "; ".join(parts) if parts else "every matrix quantised")
         )
 
 
@@ -109,6 +121,7 @@ def quantize(
     record = Quantization(
         scheme=scheme, scope=scope, include_head=include_head, activations=quantizers,
         state=state, weights=[_quantize_weight(target, scheme) for target in weights],
+        untouched=find_untouched(model, weights),
     )  # fmt: skip
     record.eager = _switch_to_eager(model, targets)
     _register_hooks(model, record)

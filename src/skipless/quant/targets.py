@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from skipless.errors import UserError, check_choice
+from skipless.heads import find_heads
 from skipless.quant.scheme import Scheme
 from skipless.sites import Site, find_sites, is_linear
 
 SCOPES = ("linear", "block", "all")
 ATTENTION_KINDS = ("query", "key", "value", "probabilities")
-_HEAD_NAMES = ("lm_head", "score", "classifier")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +60,16 @@ def find_targets(
     UserError when nothing matches, or the scope or a -KV/-P width names sites the model lacks.
     """
     check_choice("scope", scope, SCOPES)
+    _check_coverage(model)
     sites = find_sites(model)
-    heads = set() if include_head else head_names(model)
+    heads = set() if include_head else find_heads(model)
     layer_of = {site.module: site.layer for site in sites if site.kind == "linear_input"}
     weights = _find_weights(model, layer_of, heads, include_head)
     if not weights:
         raise UserError(
-            f"{type(model).__name__} has no linear layer to quantise"
-            + (f" but its head ({', '.join(sorted(heads))}); pass include_head=True" if heads else
-               "; expected nn.Linear or transformers' Conv1D somewhere inside")
-        )  # fmt: skip
+            f"{type(model).__name__} has no linear layer to quantise but its head "
+            f"({', '.join(sorted(heads))}); pass include_head=True"
+        )
     widths = _widths_by_kind(model, scheme, scope, {site.kind for site in sites})
     activations = [
         ActivationTarget(site=site, bits=widths[site.kind])
@@ -93,21 +93,40 @@ def find_targets(
     )
 
 
-def head_names(model: nn.Module) -> set[str]:
-    """Dotted names of the linear layers that make logits.
+def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, list[str]]:
+    """Modules that keep a matrix in full precision, by "embedding", "head", "convolution", "other".
 
-    The model's own answer (`get_output_embeddings`), linear layers that share their weight with
-    an embedding, and the root's children of the customary names lm_head, score and classifier.
+    A matrix is any parameter of two or more dimensions that is not in `weights`. Vectors (biases,
+    gains of norms) are never quantised and not listed.
     """
-    ask = getattr(model, "get_output_embeddings", None)
-    own = ask() if callable(ask) else None
-    embedded = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    return {
-        name
-        for name, module in model.named_modules()
-        if is_linear(module)
-        and (module is own or id(module.weight) in embedded or name in _HEAD_NAMES)
-    }
+    heads, chosen = find_heads(model), {id(target.module.weight) for target in weights}
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        own = module.named_parameters(recurse=False)
+        if not any(p.ndim > 1 and id(p) not in chosen for _, p in own):
+            continue
+        what = "head" if name in heads else "other"
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            what = "embedding"
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            what = "convolution"
+        found.setdefault(what, []).append(name or type(module).__name__)
+    return found
+
+
+def _check_coverage(model: nn.Module) -> None:
+    """UserError for a model without any linear layer, saying what quantising covers."""
+    modules = dict(model.named_modules())
+    if any(is_linear(m) or isinstance(m, nn.MultiheadAttention) for m in modules.values()):
+        return
+    kernels = [name for name, m in modules.items() if isinstance(m, nn.modules.conv._ConvNd)]
+    there = f"; its convolutions ({', '.join(kernels[:3])}) are not covered" if kernels else ""
+    raise UserError(
+        f"{type(model).__name__} has no linear layer to quantise{there}: quantising covers "
+        "nn.Linear and transformers' Conv1D; "
+        + ("round a kernel by hand with skipless.quant.fake_quantize(weight, bits)" if kernels else
+           "give a model that has one of them inside")
+    )  # fmt: skip
 
 
 def _find_weights(
