@@ -1,12 +1,17 @@
 """The command line: fast help, clear errors, exit codes."""
 
 import json
+import math
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
+import skipless
 from skipless import recipes
 from skipless.cli import COMMANDS, main
 
@@ -99,3 +104,119 @@ def test_broken_pipe_is_quiet():
         shell=True, capture_output=True, text=True,
     )  # fmt: skip
     assert "Traceback" not in done.stderr and done.stdout.count("\n") == 1
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"skipless {skipless.__version__}\n"
+
+
+def test_descriptions_use_words_and_no_tags(capsys):
+    main(["list"])
+    assert not re.findall(r"\b[ITCOSQ]\d\b", capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "rooms" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def unfinished(tiny_config, tmp_path, cache, monkeypatch):
+    """A run stopped after step 3 of 8; returns its path."""
+    from skipless.train import train
+
+    monkeypatch.chdir(tmp_path)
+
+    def stop(info):
+        if info["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_config, tmp_path / "run", on_step=stop)
+    return tmp_path / "run"
+
+
+def test_training_a_run_directory_continues_it_in_place(unfinished, capsys):
+    assert main(["train", "run"]) == 0
+    assert "resuming at step 3 of 8" in capsys.readouterr().err
+    assert (unfinished / "train.json").exists()
+    assert {p.name for p in unfinished.parent.iterdir()} == {"run"}  # and nowhere else
+    before = {p: p.stat().st_mtime_ns for p in unfinished.rglob("*")}
+    assert main(["train", "run"]) == 0
+    said = capsys.readouterr()
+    assert "run: finished already, step 8 of 8" in said.err
+    assert "after 8 steps" in said.out
+    assert {p: p.stat().st_mtime_ns for p in unfinished.rglob("*")} == before
+
+
+def test_other_settings_are_refused_and_the_harmless_way_is_named_first(unfinished, capsys):
+    assert main(["train", "run", "--optim.lr", "0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "(optim.lr is" in said and "more" not in said  # the note is no setting
+    assert 0 < said.index("`skipless train run`") < said.index("--fresh")
+    assert main(["train", "demo-fast-rf-kl", "--out", "run"]) == 2
+    assert "`skipless train run`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["eval", "quantize", "probe"])
+def test_measuring_an_unfinished_run_says_so(unfinished, command, capsys):
+    assert main([command, "run", "--num-tokens", "64"]) == 0
+    said = capsys.readouterr()
+    line = "run: step 3 of 8: not finished; continue with: skipless train run"
+    assert line in said.err.splitlines() and "not finished" not in said.out
+
+
+def test_ctrl_c_tells_directory_step_and_how_to_go_on(tiny_settings, tmp_path, cache, monkeypatch,
+                                                      capsys):  # fmt: skip
+    from skipless.train.loop import Loop
+
+    monkeypatch.chdir(tmp_path)
+    advance = Loop.advance
+
+    def stop(loop):
+        advance(loop)
+        if loop.at.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Loop, "advance", stop)
+    settings = [f"--{key}={value}" for key, value in tiny_settings.items()]
+    words = ["train", "demo-fast-rf-kl", "--out", "my run", "--fresh", "--measure"]
+    assert main([*words, *settings]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == (
+        "skipless: interrupted; my run keeps step 2 of 8; continue with: "
+        "skipless train 'my run' --measure"
+    )
+    monkeypatch.setattr(Loop, "advance", advance)
+    assert main(["train", "my run", "--measure"]) == 0
+    assert (tmp_path / "my run" / "samples.json").exists()
+
+
+def test_ctrl_c_before_anything_was_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("skipless.train.train", stop)
+    assert main(["train", "demo-rf-kl", "--out", "x"]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("continue with: skipless train demo-rf-kl --out x")
+
+
+def test_ctrl_c_in_the_demo_does_not_suggest_throwing_it_away(monkeypatch, capsys):
+    def stop(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("skipless.demo.run_demo", stop)
+    assert main(["demo", "--fast", "--fresh"]) == 130
+    assert capsys.readouterr().err.endswith("continue with: skipless demo --fast\n")
+
+
+def test_a_small_vocabulary_is_told_by_train(tiny_settings, tmp_path, cache, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = tiny_settings | {"model.vocab_size": "2048", "train.num_tokens": "64"}
+    words = [f"--{key}={value}" for key, value in settings.items()]
+    assert main(["train", "demo-fast-residual-adamw", "--out", "run", *words]) == 0
+    assert re.search(r"NOTE: .* vocabulary of \d+ of 2048 tokens", capsys.readouterr().err)
+    noted = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert 0 < noted["unigram_loss"] < math.log(2048)

@@ -27,7 +27,7 @@ ORDER = [
     ("rows",),
     ("demo",),
     ("sweep",),
-    ("arguments",),
+    ("arguments", "terminal"),
     ("cli",),
     ("__main__",),
 ]

@@ -75,12 +75,12 @@ def test_torchrun_lines_parse(words):
     from torch.distributed.run import get_args_parser
 
     from skipless import recipes
-    from skipless.cli import _split_settings
+    from skipless.arguments import split_settings
     from skipless.jsonable import override
 
     parsed = get_args_parser().parse_args(words)
     assert parsed.module and parsed.training_script == "skipless"
-    rest, settings = _split_settings(parsed.training_script_args)
+    rest, settings = split_settings(parsed.training_script_args)
     assert rest[0] == "train"
     override(recipes.get(rest[1]), settings)
 

@@ -12,7 +12,7 @@ import pytest
 
 from skipless import sweep
 from skipless.errors import UserError
-from skipless.rows import MEASURE_SHARE, Row, train_rows
+from skipless.rows import MEASURE_SHARE, Row, _line, train_rows
 from skipless.rundir import RunDir
 
 
@@ -111,6 +111,13 @@ def test_a_loss_that_is_not_a_number(row):
     assert row.step == 3 and row.loss != row.loss
 
 
+def test_no_loss_is_shown_before_the_first(row):
+    assert row.shown_loss == "" and "nan" not in _line([row], [row], 100)
+    append(row, '{"step": 3, "loss": 7.25}\n')
+    row.read_progress()
+    assert row.shown_loss == "loss 7.250" and _line([row], [row], 100).endswith("3/100 loss 7.250")
+
+
 def test_measuring_counts_as_steps(row):
     append(row, '{"step": 100, "loss": 1.0}\n')
     row.read_progress()
@@ -202,7 +209,7 @@ def test_ctrl_c_saves_every_row_and_the_same_command_continues(
         if parent.poll() is None:
             os.killpg(parent.pid, signal.SIGKILL)
     assert parent.returncode == 130, error
-    assert "The same command continues" in error and "Traceback" not in error
+    assert "continue with: skipless demo --fast" in error and "Traceback" not in error
 
     from skipless.train import load_run, train
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from skipless import rundir
 from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.rundir import RunDir, atomic_path, write_atomic
@@ -226,3 +227,16 @@ with RunDir({str(tmp_path)!r}).lock():
     other.wait()
     with RunDir(tmp_path).lock():
         pass
+
+
+@pytest.mark.parametrize(
+    ("program", "typed"),
+    [
+        ("/x/skipless/__main__.py", "skipless train demo-rf-kl --out 'my run'"),
+        ("/x/bin/skipless", "skipless train demo-rf-kl --out 'my run'"),
+        ("/x/mine.py", "mine.py train demo-rf-kl --out 'my run'"),
+    ],
+)
+def test_the_noted_command_can_be_typed_again(program, typed, monkeypatch):
+    monkeypatch.setattr("sys.argv", [program, "train", "demo-rf-kl", "--out", "my run"])
+    assert rundir.environment()["command"] == typed

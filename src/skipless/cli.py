@@ -1,7 +1,8 @@
-"""The `skipless` command. Subcommands only; the work is in the rooms, imported inside.
+"""Train transformers with and without skip connections, measure, quantise and compare them.
 
-Every subcommand exits 0 on success, 2 on bad input (one sentence on stderr; `--traceback` shows
-where), 130 on Ctrl-C. Results go to stdout, progress to stderr. `--help` must not import torch.
+The `skipless` command: subcommands only; the work is in the rooms, imported inside. Every
+subcommand exits 0 on success, 2 on bad input (one sentence on stderr; `--traceback` shows where),
+130 on Ctrl-C. Results go to stdout, progress to stderr. `--help` must not import torch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,15 @@ from typing import Any, Literal
 
 import tyro
 
+from skipless import __version__
+from skipless.arguments import (
+    again,
+    check_out,
+    interruption,
+    read_config,
+    split_settings,
+    what_to_train,
+)
 from skipless.errors import UserError, suggestion
 
 Positional = tyro.conf.Positional
@@ -38,7 +48,7 @@ def demo(
     """
     from skipless.demo import run_demo
 
-    _check_out(out)
+    check_out(out)
     run_demo(fast=fast, fresh=fresh, out=out, jobs=jobs)
 
 
@@ -71,7 +81,7 @@ def show(name: Positional[str], json: bool = False) -> None:
     """
     from skipless.jsonable import leaves, to_json
 
-    config = _config(name)
+    config = read_config(name)
     if json:
         print(to_json(config), end="")
         return
@@ -121,33 +131,35 @@ def train(
     measure: bool = False,
     overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
 ) -> None:
-    """Train a recipe (or continue the run in --out), any setting changed by --its.name VALUE.
+    """Train a recipe, any setting changed by --its.name VALUE, or continue a run.
 
     For example: skipless train demo-rf-kl --out runs/mine --optim.lr 1e-3 --train.num_tokens 1e6.
+    `skipless train runs/mine` continues it with the settings it has.
     `skipless show demo-rf-kl` prints all settings. Under torchrun the same command trains on
     several processes or machines.
 
     Args:
-        recipe: a name from `skipless list`, or a JSON file written by `skipless show NAME --json`.
+        recipe: a name from `skipless list`, a JSON file written by `skipless show NAME --json`, or
+            a run directory to continue.
         out: run directory; default runs/RECIPE. Holding an unfinished run, it is resumed.
         fresh: remove the run in --out first.
         measure: afterwards evaluate, quantise, probe and sample, as the report wants.
     """
-    from skipless.jsonable import override
-
-    _check_out(out)
-    config = override(_config(recipe), overrides or {})
-    directory = Path(out or f"runs/{config.name}")
+    config, directory = what_to_train(recipe, out, overrides)
 
     from skipless.train import load_run
     from skipless.train import train as train_run
 
-    result = train_run(config, directory, fresh=fresh)
-    if measure:
-        from skipless.log import say
-        from skipless.measure import measure_all
+    try:
+        result = train_run(config, directory, fresh=fresh)
+        if measure:
+            from skipless.log import say
+            from skipless.measure import measure_all
 
-        measure_all(load_run(directory), say=say)
+            measure_all(load_run(directory), say=say)
+    except KeyboardInterrupt:
+        text = interruption(config, directory, measure=measure)
+        raise KeyboardInterrupt(text) from None
     print(f"{directory}  held-out loss {result.held_out_loss:.4f} nats after {result.step} steps")
 
 
@@ -172,7 +184,7 @@ def sweep(
     """
     from skipless.sweep import best, run_sweep
 
-    _check_out(out)
+    check_out(out)
     results = run_sweep(
         names, setting=setting, values=values, out=out, settings=overrides, jobs=jobs
     )
@@ -281,52 +293,13 @@ COMMANDS = {
     "quantize": quantize,
     "report": report,
 }
-
-
-def _config(name: str) -> Any:
-    from skipless import recipes
-    from skipless.config import RunConfig, from_json
-    from skipless.jsonable import read_text
-    from skipless.rundir import RunDir
-
-    path = Path(name)
-    if path.is_dir():
-        return RunDir.open(path).config()
-    if path.suffix == ".json":
-        if not path.exists():
-            raise UserError(
-                f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one"
-            )
-        return from_json(RunConfig, read_text(path), where=str(path))
-    return recipes.get(name)
-
-
-def _check_out(out: str | None) -> None:
-    if out is not None and not out.strip():
-        raise UserError("--out is empty; name a directory, or leave --out away for the default")
+RESUMING = ("demo", "train", "sweep")
 
 
 def _load(run: str) -> Any:
     from skipless.train import load_run
 
     return load_run(run)
-
-
-def _split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Take `--optim.lr 3e-4` and `--optim.lr=3e-4` (any name with a dot) out of `arguments`."""
-    rest, settings = [], {}
-    words = iter(arguments)
-    for word in words:
-        name, equals, value = word[2:].partition("=")
-        if not word.startswith("--") or "." not in name:
-            rest.append(word)
-            continue
-        if not equals:
-            value = next(words, None)
-            if value is None:
-                raise UserError(f"{word} has no value; write {word} VALUE")
-        settings[name.replace("-", "_")] = value
-    return rest, settings
 
 
 def _print_json(value: Any) -> None:
@@ -341,7 +314,7 @@ def _run(arguments: list[str]) -> None:
             f"unknown command {arguments[0]!r}; "
             f"{suggestion(arguments[0], COMMANDS, noun='command')}"
         )
-    arguments, settings = _split_settings(arguments)
+    arguments, settings = split_settings(arguments)
     if settings and (not arguments or arguments[0] not in ("train", "sweep")):
         raise UserError(
             f"--{next(iter(settings))} is a setting of a run; only `skipless train` and "
@@ -354,7 +327,7 @@ def _run(arguments: list[str]) -> None:
             for name in ("train", "sweep")
         },
         prog="skipless",
-        description=(__doc__ or "").splitlines()[0],
+        description=(__doc__ or "").splitlines()[0] + " `skipless --version` tells the version.",
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
@@ -367,6 +340,9 @@ def main(arguments: list[str] | None = None) -> int:
     words = [word for word in words if word != "--traceback"]
     if not words:
         words = ["--help"]
+    if words == ["--version"]:
+        print(f"skipless {__version__}")
+        return 0
     signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         _run(words)
@@ -375,8 +351,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print(f"skipless: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("skipless: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        text = str(stop) or (again(words) if words[0] in RESUMING else "")
+        print("skipless: interrupted" + (f"; {text}" if text else ""), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output went away, as in `skipless list | head`
         sys.stderr.close()

@@ -56,3 +56,5 @@ def prepare_data(config: RunConfig) -> None:
     data = prepare(config.data, config.model.vocab_size)
     if data.fallback_reason:
         say(f"NOTE: {data.fallback_reason}")
+    for note in data.notes:
+        say(f"NOTE: {note}")

@@ -9,6 +9,7 @@ Ctrl-C is passed on: each row saves a checkpoint, and the same command continues
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -94,6 +95,11 @@ class Row:
                 self.loss = loss if isinstance(loss, (int, float)) else float("nan")
 
     @property
+    def shown_loss(self) -> str:
+        """The loss for a line of progress; empty before the first."""
+        return f"loss {self.loss:.3f}" if math.isfinite(self.loss) else ""
+
+    @property
     def done(self) -> float:
         """Steps done, the measuring counted as further steps."""
         measured = sum((self.directory / f"{n}.json").exists() for n in ("eval", "quant", "probe"))
@@ -129,7 +135,7 @@ def train_rows(rows: list[Row], jobs: int | None = None) -> None:
                 time.sleep(POLL_SECONDS)
                 for row in list(running):
                     row.read_progress()
-                    note = "measuring" if row.step >= row.num_steps else f"loss {row.loss:.3f}"
+                    note = "measuring" if row.step >= row.num_steps else row.shown_loss
                     bar.update(tasks[row.recipe], completed=row.step, note=note)
                     if row.process is not None and row.process.poll() is not None:
                         row.finish()
@@ -141,7 +147,7 @@ def train_rows(rows: list[Row], jobs: int | None = None) -> None:
                     say(_line(rows, running, total))
     except KeyboardInterrupt:
         _stop(running)
-        say("stopped; every row kept its last checkpoint. The same command continues from there.")
+        say("stopped; every row kept its last checkpoint")
         raise
     finally:
         _stop(running)  # whatever went wrong here: no row lives on unseen
@@ -150,7 +156,7 @@ def train_rows(rows: list[Row], jobs: int | None = None) -> None:
 def _line(rows: list[Row], running: list[Row], total: float) -> str:
     share = sum(row.done for row in rows) / total
     now = ", ".join(
-        f"{row.recipe} {row.step}/{row.num_steps} loss {row.loss:.3f}" for row in running
+        f"{row.recipe} {row.step}/{row.num_steps} {row.shown_loss}".rstrip() for row in running
     )
     return f"{share:4.0%}  {now}"
 

@@ -21,6 +21,7 @@ import json
 import math
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -217,8 +218,9 @@ class RunDir:
             return None
 
     def continues(self, config: RunConfig) -> bool:
-        """True if the directory holds these very settings already."""
-        return self._own_config() == config
+        """True if the directory holds these very settings already; the note is none."""
+        own = self._own_config()
+        return own is not None and own.replace(note="") == config.replace(note="")
 
     @classmethod
     def open(cls, path: str | Path) -> RunDir:
@@ -348,8 +350,20 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": cuda,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
     }
+
+
+def continue_command(path: str | Path, *more: str) -> str:
+    """The command line that continues the run at `path`."""
+    return shlex.join(["skipless", "train", str(path), *more])
+
+
+def _command() -> str:
+    """The command line of this process, so that it can be typed again."""
+    program = Path(sys.argv[0])
+    is_module = program.name == "__main__.py" and program.parent.name == "skipless"
+    return shlex.join(["skipless" if is_module else program.name, *sys.argv[1:]])
 
 
 def _processor() -> str:
@@ -369,11 +383,12 @@ def _is_own(name: str) -> bool:
 
 def _check_same(old: RunConfig, new: RunConfig, path: Path) -> None:
     before, after = leaves(old), leaves(new)
-    differing = [k for k in after if before.get(k) != after[k]]
+    differing = [k for k in after if before.get(k) != after[k] and k != "note"]
     if differing:
         first = differing[0]
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise UserError(
             f"{path} holds a run with other settings ({first} is {before.get(first)!r} there and "
-            f"{after[first]!r} here{more}); choose another directory or start anew with --fresh"
+            f"{after[first]!r} here{more}); continue it as it is with `{continue_command(path)}`, "
+            "choose another directory, or throw it away with --fresh"
         )

@@ -116,7 +116,10 @@ def rf_muon() -> RunConfig:
 
 @recipe("demo-rf-literal", paper="proposed, literally")
 def rf_literal() -> RunConfig:
-    """The paper's literal settings (I2, I3, I4, T1, no skip from the first step, KL-Shampoo)."""
+    """The paper's literal settings: no skip from the first step, orthogonal start, KL-Shampoo.
+
+    I2, I3, I4 and T1.
+    """
     return _row(
         "residual-free, literal paper settings",
         kl_shampoo_published(5e-4),

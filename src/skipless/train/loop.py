@@ -82,6 +82,8 @@ def train(
         resumes = world.first(lambda: not fresh and run.continues(config))
         finished = world.first(lambda: read_result(run, config)) if resumes else None
         if finished:
+            if world.is_main:
+                say(f"{path}: finished already, step {finished.step} of {config.train.num_steps}")
             return finished
         resumes = resumes and world.first(run.has_weights)
         if data is None:
@@ -94,6 +96,9 @@ def train(
             )
         elif resumes:
             world.agree(lambda: check_text(run, data))
+        if world.is_main:
+            for note in data.notes:
+                say(f"NOTE: {note}")
         # All that can fail by a wrong setting is made before anything is written or removed.
         loop = Loop(config, run, data, world, on_step)
         world.first(lambda: stack.enter_context(RunDir.claim(path, config, fresh=fresh)))

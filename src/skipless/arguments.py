@@ -1,0 +1,96 @@
+"""Words of the command line to settings and directories. Read by cli.
+
+No torch here, so that a mistake in a setting is told at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from skipless.config import RunConfig, from_json
+from skipless.errors import UserError
+from skipless.jsonable import override, read_text
+from skipless.rundir import CHECKPOINTS, RunDir, continue_command
+
+
+def read_config(name: str) -> RunConfig:
+    """The settings of a recipe, of a run directory or of a JSON file.
+
+    Raises UserError for what is none of them.
+    """
+    from skipless import recipes
+
+    path = Path(name)
+    if path.is_dir():
+        return RunDir.open(path).config()
+    if path.suffix == ".json":
+        if not path.exists():
+            raise UserError(
+                f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one"
+            )
+        return from_json(RunConfig, read_text(path), where=str(path))
+    return recipes.get(name)
+
+
+def what_to_train(
+    name: str, out: str | None, settings: dict[str, str] | None
+) -> tuple[RunConfig, Path]:
+    """Settings and directory of `skipless train NAME`: a run directory without `out` is itself
+    continued, anything else goes to `out` or runs/NAME."""
+    check_out(out)
+    config = override(read_config(name), settings or {})
+    if out is None and Path(name).is_dir():
+        return config, Path(name)
+    return config, Path(out or f"runs/{config.name}")
+
+
+def check_out(out: str | None) -> None:
+    """Raise UserError for an --out of nothing."""
+    if out is not None and not out.strip():
+        raise UserError("--out is empty; name a directory, or leave --out away for the default")
+
+
+def split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Take `--optim.lr 3e-4` and `--optim.lr=3e-4` (any name with a dot) out of `arguments`.
+
+    Returns the other words and the settings. Raises UserError for a setting without a value.
+    """
+    rest, settings = [], {}
+    words = iter(arguments)
+    for word in words:
+        name, equals, value = word[2:].partition("=")
+        if not word.startswith("--") or "." not in name:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, None)
+            if value is None:
+                raise UserError(f"{word} has no value; write {word} VALUE")
+        settings[name.replace("-", "_")] = value
+    return rest, settings
+
+
+def interruption(config: RunConfig, directory: Path, *, measure: bool) -> str:
+    """What is to be known after Ctrl-C in `skipless train`: where, how far, how to go on.
+
+    Empty when nothing was written yet.
+    """
+    run = RunDir(directory)
+    if not run.continues(config):
+        return ""
+    steps = [int(p.name.removeprefix("step-")) for p in (run / CHECKPOINTS).glob("step-*")]
+    at = max(steps, default=0)
+    command = continue_command(directory, *(["--measure"] if measure else []))
+    if "RANK" in os.environ:  # torchrun starts the processes
+        command = "the same torchrun command"
+    return f"{directory} keeps step {at} of {config.train.num_steps}; continue with: {command}"
+
+
+def again(words: list[str]) -> str:
+    """What is to be known after Ctrl-C in a command that goes on where it was.
+
+    Without --fresh, which would throw away what there is.
+    """
+    return f"continue with: {shlex.join(['skipless', *(w for w in words if w != '--fresh')])}"
