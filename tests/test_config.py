@@ -224,3 +224,14 @@ def test_the_last_matching_connection_override_wins():
 
 def test_suggestion_lists_everything_when_nothing_is_near():
     assert suggestion("zzz", ["b", "a"], noun="thing") == "known things: a, b"
+
+
+def test_an_override_does_not_leave_a_stale_note():
+    config = recipes.get("demo-fast-rf-muon")
+    changed = override(config, {"optim.lr": "1e-3", "train.num_tokens": "2e4"})
+    assert changed.note == "demo-fast-rf-muon with optim.lr=0.001, train.num_tokens=20000"
+    more = override(changed, {"train.batch_size": 4})
+    assert more.note == f"{changed.note}, train.batch_size=4"
+    assert override(config, {"optim.lr": config.optim.lr}) == config  # nothing changed
+    assert override(config, {"train.device": "cpu"}).note == config.note  # not of the experiment
+    assert override(config, {"optim.lr": 1e-3, "note": "mine"}).note == "mine"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from skipless import checks
 from skipless.errors import UserError
@@ -340,6 +340,13 @@ class EvaluateConfig(Config):
         checks.check_evaluate(self)
 
 
+BOOKKEEPING = (
+    "name", "label", "note", "train.device", "train.num_threads", "train.mirrors",
+    "train.checkpoint_every", "train.keep_checkpoints",
+)  # fmt: skip
+"""Leaves that do not make another experiment."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Config):
     """A whole experiment."""
@@ -363,6 +370,15 @@ class RunConfig(Config):
                 f"train.sequence_length {self.train.sequence_length} exceeds "
                 f"model.max_position_embeddings {longest}; lower the one or raise the other"
             )
+
+    def describing(self, changes: dict[str, Any]) -> RunConfig:
+        """The note says what was changed, since what it said of the settings may be untrue now."""
+        settings = [f"{k}={v}" for k, v in changes.items() if k not in BOOKKEEPING]
+        if not settings or not self.note or "note" in changes:
+            return self
+        start = f"{self.name} with "
+        before = [self.note.removeprefix(start)] if self.note.startswith(start) else []
+        return dataclasses.replace(self, note=start + ", ".join([*before, *settings]))
 
     def replace(self, **changes) -> RunConfig:
         """A copy with some fields changed; a dict for a nested field changes its leaves."""

@@ -38,6 +38,10 @@ class Config:
                 raise UserError(f"unknown setting {where}{key}; {suggestion(key, hints)}")
         return cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in values.items()})
 
+    def describing(self, changes: dict[str, Any]):
+        """These settings, their descriptions made true after `override` changed some leaves."""
+        return self
+
 
 def to_json(config: Config) -> str:
     """The settings as indented JSON text with a final newline."""
@@ -100,7 +104,8 @@ def override(config: Any, changes: dict[str, Any]) -> Any:
             node, cls = node[parent], _hints(cls)[parent]
         hint = _hints(cls)[leaf]
         node[leaf] = _parse(value, hint, name) if isinstance(value, str) else value
-    return type(config).from_dict(tree)
+    new = type(config).from_dict(tree)
+    return new.describing({k: v for k, v in leaves(new).items() if v != known[k]})
 
 
 @cache

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skipless.config import BOOKKEEPING
 from skipless.jsonable import leaves
 from skipless.report import measures
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE, RunData, number
@@ -34,18 +35,7 @@ SHARED = {
     ),
     "batches": ("train.batch_size", "train.sequence_length", "train.schedule"),
 }
-# Settings that do not make another row: names, bookkeeping, and the seed, which is averaged over.
-NOT_A_ROW = (
-    "name",
-    "label",
-    "note",
-    "train.seed",
-    "train.device",
-    "train.num_threads",
-    "train.mirrors",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-)
+NOT_A_ROW = (*BOOKKEEPING, "train.seed")  # seeds are averaged over
 
 
 @dataclass(frozen=True, kw_only=True)
