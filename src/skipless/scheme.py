@@ -14,7 +14,9 @@ above, defaults left out. Read by everything that quantises; no torch here.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +86,12 @@ class Scheme(Config):
                 "token; leave one of them out"
             )
 
+    @property
+    def group_size(self) -> int | None:
+        """Input channels that share a scale of the weights (-w:g<n>), else None."""
+        group = _GROUP.fullmatch(self.weight_granularity)
+        return int(group[1]) if group else None
+
     @classmethod
     def parse(cls, text: str | Scheme) -> Scheme:
         """Read the text form. Raises UserError with one sentence for anything else."""
@@ -92,14 +100,14 @@ class Scheme(Config):
         match = _WIDTHS.fullmatch(text) if isinstance(text, str) else None
         if not match:
             raise UserError(
-                f"{_short(text)} is not a quantisation scheme; expected W<bits>A<bits> such as "
-                "'W8A8', or W<bits>Afp for weights only"
+                f"{_short(text)} is not a quantisation scheme; {_meant(text)}expected "
+                "W<bits>A<bits> such as 'W8A8', or W<bits>Afp for weights only"
             )
         width, activation, options = match.groups()
         if activation is None:
             raise UserError(
-                f"{text!r} does not say what happens to activations; write W{width}Afp to keep "
-                f"them in floating point or W{width}A16 for 16-bit integers"
+                f"{text!r} does not say what happens to activations; {_meant(text)}write "
+                f"W{width}Afp to keep them in floating point or W{width}A16 for 16-bit integers"
             )
         values: dict = {
             "weight_bits": int(width),
@@ -133,6 +141,22 @@ class Scheme(Config):
         return text if self.clip == "absmax" else f"{text}-clip:{self.clip}"
 
 
+def check_groups(size: int, widths: Mapping[str, int]) -> None:
+    """UserError for the first width, by the name of its matrix, that groups of `size` do not fill.
+
+    The size it proposes divides all of `widths`.
+    """
+    for name, width in widths.items():
+        if width % size:
+            common = math.gcd(*widths.values())
+            divisors = [d for d in range(1, common + 1) if common % d == 0]
+            near = min(divisors, key=lambda d: abs(math.log(d / size)))
+            raise UserError(
+                f"{name}{': ' if name else ''}group size {size} does not divide the {width} input "
+                f"channels; use g{near}"
+            )
+
+
 def _read_option(part: str, text: str) -> tuple[str, object]:
     """One option between dashes -> (field, value)."""
     if match := re.fullmatch(f"(KV|P)({_NUMBER})", part):
@@ -145,6 +169,19 @@ def _read_option(part: str, text: str) -> tuple[str, object]:
         return fields[name], value
     near = suggestion(part, _OPTIONS, noun="option")
     raise UserError(f"{text!r} has the unknown option {'-' + part!r}; {near}")
+
+
+def _meant(text: object) -> str:
+    """ "did you mean 'W4A8'? " where only letters' cases, spaces or dashes are wrong, else ""."""
+    if not isinstance(text, str) or len(text) > 80:
+        return ""
+    plain = re.sub(r"[\s_]", "", text).lower()
+    spelled = re.sub(r"^w-?([0-9]+)[-/]?a-?", r"W\1A", plain)
+    spelled = re.sub(r"-(kv|p)(?=[0-9])", lambda m: m[0].upper(), spelled)
+    try:
+        return f"did you mean {str(Scheme.parse(spelled))!r}? " if spelled != text else ""
+    except UserError:
+        return ""
 
 
 def _short(text: object) -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from skipless.errors import UserError
 from skipless.quant import Scheme
+from skipless.scheme import check_groups
 
 bits = st.integers(2, 16)
 
@@ -131,3 +132,23 @@ def test_json_is_checked_as_text_is():
         Scheme.from_dict({"weight_bits": 8, "activation_bits": 1})
     with pytest.raises(UserError, match="weight_bit"):
         Scheme.from_dict({"weight_bit": 8, "activation_bits": 8})
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("w4a8", "W4A8"), ("W4a8", "W4A8"), ("w3AFP", "W3Afp"), ("W4 A8", "W4A8"), ("W4-A8", "W4A8"),
+     ("4w8a", None), ("w4a8-kv4-W:g64", "W4A8-KV4-w:g64"), ("w4a8-static", "W4A8-static"),
+     ("w4", None), ("w4a99", None), ("w8a8 " * 40, None)],
+)  # fmt: skip
+def test_a_scheme_in_other_spelling_is_guessed(written, meant):
+    with pytest.raises(UserError) as caught:
+        Scheme.parse(written)
+    text = str(caught.value)
+    assert (f"did you mean '{meant}'?" in text) if meant else "did you mean 'W" not in text
+
+
+def test_groups_propose_a_size_that_fits_every_width():
+    with pytest.raises(UserError, match="b: group size 48 does not divide the 32 .*; use g16$"):
+        check_groups(48, {"a": 48, "b": 32})
+    check_groups(16, {"a": 48, "b": 32})
+    assert Scheme.parse("W4A8-w:g48").group_size == 48 and Scheme.parse("W4A8").group_size is None

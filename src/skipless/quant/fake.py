@@ -27,6 +27,7 @@ from torch import Tensor
 
 from skipless.errors import UserError, suggestion
 from skipless.quant.ranges import find_range
+from skipless.scheme import check_groups
 
 Clip = str | float | Tensor | tuple[Tensor, Tensor]
 GRANULARITIES = ("tensor", "channel", "token", "g<n>")
@@ -163,12 +164,7 @@ def _prepare(x: Tensor, bits: int, granularity: str) -> tuple[Tensor, bool]:
         return (x.flatten(1), False) if x.dim() > 1 else (x, True)
     if granularity[:1] == "g" and granularity[1:].isdigit() and int(granularity[1:]):
         size, width = int(granularity[1:]), x.shape[-1]
-        if width % size:
-            divisors = [d for d in range(1, width + 1) if width % d == 0]
-            near = min(divisors, key=lambda d: abs(math.log(d / size)))
-            raise UserError(
-                f"group size {size} does not divide the {width} input channels; use g{near}"
-            )
+        check_groups(size, {"": width})
         return x.unflatten(-1, (-1, size)), False
     raise UserError(
         f"granularity is {granularity!r}; {suggestion(granularity, GRANULARITIES, noun='value')}"

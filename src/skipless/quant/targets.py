@@ -21,6 +21,7 @@ from torch import nn
 from skipless.errors import UserError, check_choice
 from skipless.heads import find_heads
 from skipless.quant.scheme import Scheme
+from skipless.scheme import check_groups
 from skipless.sites import Site, find_sites, is_linear
 
 SCOPES = ("linear", "block", "all")
@@ -57,7 +58,8 @@ def find_targets(
     """Every weight and activation that `scheme` touches in `scope`; tied weights once.
 
     `layers` keeps some layers only (None in it stands for what belongs to no layer). Raises
-    UserError when nothing matches, or the scope or a -KV/-P width names sites the model lacks.
+    UserError when nothing matches, the scope or a -KV/-P width names sites the model lacks, or a
+    group size does not divide a weight's inputs.
     """
     check_choice("scope", scope, SCOPES)
     _check_coverage(model)
@@ -77,6 +79,7 @@ def find_targets(
         if site.kind in widths and not (site.kind == "linear_input" and site.module in heads)
     ]
     if layers is None:
+        _check_groups(weights, scheme)
         return weights, activations
     wanted = set(layers)
     known = {target.layer for target in weights} | {target.site.layer for target in activations}
@@ -87,10 +90,9 @@ def find_targets(
             f"{numbers[0]} to {numbers[-1]}" if numbers else
             f"layers {sorted(missing, key=str)} hold nothing to quantise; this model has no blocks"
         )  # fmt: skip
-    return (
-        [target for target in weights if target.layer in wanted],
-        [target for target in activations if target.site.layer in wanted],
-    )
+    weights = [target for target in weights if target.layer in wanted]
+    _check_groups(weights, scheme)
+    return weights, [target for target in activations if target.site.layer in wanted]
 
 
 def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, list[str]]:
@@ -112,6 +114,13 @@ def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, l
             what = "convolution"
         found.setdefault(what, []).append(name or type(module).__name__)
     return found
+
+
+def _check_groups(weights: list[WeightTarget], scheme: Scheme) -> None:
+    """UserError for the first weight whose inputs the scheme's groups do not divide."""
+    if scheme.group_size is not None:
+        widths = {t.name: t.module.weight.shape[0 if t.transposed else -1] for t in weights}
+        check_groups(scheme.group_size, widths)
 
 
 def _check_coverage(model: nn.Module) -> None:
