@@ -305,13 +305,20 @@ class Probe:
                 f"every tensor that the probe saw in {type(self.model).__name__} was empty (a "
                 "batch of no tokens, or a mask that hides all of them); give at least one token"
             )
-        if missing or not set(self.stats) & set(needs):
-            what = missing[0] if missing else "moments"
+        name = type(self.model).__name__
+        if missing and not self.num_passes:
             raise UserError(
-                f"the probe has no {what} of {type(self.model).__name__} after {self.num_passes} "
-                f"forward passes; ask for it in `stats` and run the model"
-                f"{' and backward()' if what == 'gradients' else ''} inside `with Probe(...)`"
+                f"the probe has seen nothing of {name} yet; run the model inside `with "
+                "Probe(model) as probe:` and read the tables afterwards"
             )
+        if missing:
+            what = "backward()" if missing[0] == "gradients" else "the modules of its sites"
+            raise UserError(
+                f"the probe saw no {missing[0]} of {name} in {self.num_passes} forward passes; run "
+                f"{what} inside `with Probe(...)`, or leave {missing[0]!r} out of the stats"
+            )
+        if not set(self.stats) & set(needs):
+            raise UserError("the table is of moments, which were not asked for; add it to stats")
         if self.mask is not None and not self._mask_used:
             raise UserError(
                 f"the probe's mask of shape {tuple(self.mask.shape)} fitted no tensor of "
