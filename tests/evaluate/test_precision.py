@@ -68,16 +68,18 @@ def test_sensitivity_is_one_layer_at_a_time(model, batches):
 
 
 def test_sensitivity_needs_layers(batches):
-    flat = torch.nn.Sequential(torch.nn.Embedding(61, 8), torch.nn.Linear(8, 61))
+    flat = torch.nn.Sequential(
+        torch.nn.Embedding(61, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 61)
+    )
     flat[0].weight.requires_grad_(False)
 
     class Flat(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.out = flat
+            self.embed, self.inner, self.out = flat
 
         def forward(self, ids):
-            return self.out(self.embed(ids))
+            return self.out(self.inner(self.embed(ids)))
 
     with pytest.raises(UserError, match="precision_table"):
         sensitivity(Flat(), "W4A4", batches, "linear")

@@ -62,11 +62,11 @@ def test_more_bits_mean_less_error(model, batches):
 
 
 def test_s3_and_the_gap(model, batches):
-    rows = site_sqnr(model, "W4A5", batches, "block", include_weights=True)
+    rows = site_sqnr(model, "W4A5", batches, "block")
     with quantized(model, "W4A5", "block"):
         expected_sites = [q.site.name for q in quantization(model).activations]
-        weights = [w.name for w in quantization(model).weights]
-    assert [row["site"] for row in rows] == weights + expected_sites
+        weights = [w.name.removesuffix(".weight") for w in quantization(model).weights]
+    assert [row["site"] for row in rows] == expected_sites + weights
     by_site = {row["site"]: row for row in rows}
     for row in rows:
         assert row["gap"] == pytest.approx(row["ideal"] - row["sqnr"])
@@ -81,7 +81,8 @@ def test_s3_and_the_gap(model, batches):
     weight = model.layers[0].self_attn.q_proj.weight.detach()
     error = (weight - fake_quantize(weight, 4)).double().square().sum()
     expected = 10 * math.log10(float(weight.double().square().sum() / error))
-    found = by_site["layers.0.self_attn.q_proj.weight"]
+    found = by_site["layers.0.self_attn.q_proj"]
+    assert (found["layer"], found["sublayer"], found["bits"]) == (0, "attention", 4)
     assert found["sqnr"] == pytest.approx(expected, abs=1e-6)
     json.dumps(rows, allow_nan=False)
 
@@ -89,7 +90,7 @@ def test_s3_and_the_gap(model, batches):
 def test_gaussian_inputs_have_no_gap_under_the_gaussian_clip():
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
     data = [torch.randn(2000, 64, generator=torch.Generator().manual_seed(i)) for i in range(2)]
-    rows = site_sqnr(net, "W8A4-clip:gauss", data, "linear")
+    rows = site_sqnr(net, "W8A4-clip:gauss", data, "linear", include_weights=False)
     assert len(rows) == 1 and abs(rows[0]["gap"]) < 0.05
 
 
@@ -101,8 +102,10 @@ def test_all_zero_site_has_no_ratio():
 
 def test_every_site_is_judged_on_full_precision_values(model, batches):
     """The same site gives the same number however much else is quantised."""
-    linear = {r["site"]: r["sqnr"] for r in site_sqnr(model, "W2A4", batches, "linear")}
-    block = {r["site"]: r["sqnr"] for r in site_sqnr(model, "W8A4", batches, "block")}
+    linear, block = (
+        {r["site"]: r["sqnr"] for r in site_sqnr(model, s, batches, scope, include_weights=False)}
+        for s, scope in (("W2A4", "linear"), ("W8A4", "block"))
+    )
     assert all(block[site] == value for site, value in linear.items())
 
 
@@ -117,7 +120,7 @@ def test_hugging_face_llama():
     rows = error_propagation(llama, "W8A8", [ids])
     assert [row["layer"] for row in rows] == [0, 1] and all(0 < row["r"] < 0.2 for row in rows)
     assert {r["kind"] for r in site_sqnr(llama, "W8A8", [{"input_ids": ids}])} == {
-        "linear_input", "sublayer_output", "stream",
+        "linear_input", "sublayer_output", "stream", "weight",
     }  # fmt: skip
 
 
@@ -127,7 +130,8 @@ def test_bad_input(model, batches):
     with pytest.raises(UserError, match="no batch"):
         site_sqnr(model, "W8A8", [])
     with pytest.raises(UserError, match="include_weights=True"):
-        site_sqnr(model, "W8Afp", batches)
+        site_sqnr(model, "W8Afp", batches, include_weights=False)
+    assert {row["kind"] for row in site_sqnr(model, "W8Afp", batches)} == {"weight"}
     with pytest.raises(UserError, match="no site of kind 'stream'"):
         error_propagation(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "W8A8", batches, "linear")
     assert quantization(model) is None

@@ -176,5 +176,13 @@ def _logits(model: nn.Module, inputs: Any) -> Tensor:
 
 
 def as_list(batches: Iterable[Any]) -> Iterable[Any]:
-    """One batch given bare counts as a list of one."""
-    return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
+    """One batch given bare counts as a list of one. Raises UserError for what holds no batches."""
+    if isinstance(batches, (Tensor, Mapping)):
+        return [batches]
+    if isinstance(batches, str) or not isinstance(batches, Iterable):
+        raise UserError(
+            f"batches is {type(batches).__name__}; a list of batches was expected, each "
+            "(input_ids, labels), token ids [batch, time] or a dict; those of a trained run come "
+            "from skipless.measure.held_out_batches(run)"
+        )
+    return batches

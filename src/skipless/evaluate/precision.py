@@ -13,8 +13,10 @@ from typing import Any
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.evaluate.losses import sequence_losses
+from skipless.evaluate.losses import as_list, sequence_losses
 from skipless.quant import Scheme, quantized
+from skipless.quant.calibrate import run_calibration
+from skipless.quant.targets import find_targets
 
 
 def precision_table(
@@ -32,13 +34,19 @@ def precision_table(
     Keys: scheme, scope, include_head, loss, full_precision, increase (nats a token), perplexity,
     standard_error (paired, of the increase; None for one sequence), num_tokens. `calibration` is
     for static schemes; `on_row` is called with each row as it is measured. Raises UserError for
-    an empty list, a scheme or scope that does not exist, and as `loss` and `quantize` do.
+    an empty list, a scheme or scope that does not exist, and as `loss` and `quantize` do; every
+    scheme and scope is checked before the first is measured.
     """
     parsed = [Scheme.parse(scheme) for scheme in schemes]
     if not parsed or not scopes:
         raise UserError("give at least one scheme, such as 'W8A8', and one scope, such as 'block'")
-    batches = list(batches)
-    calibration = None if calibration is None else list(calibration)
+    for scheme in parsed:
+        for scope in scopes:
+            find_targets(model, scheme, scope, include_head=include_head)
+        if calibration is None and not scheme.dynamic:
+            run_calibration(model, None, str(scheme))  # says what is missing
+    batches = list(as_list(batches))
+    calibration = None if calibration is None else list(as_list(calibration))
     full = sequence_losses(model, batches)
     rows = []
     for scheme in parsed:

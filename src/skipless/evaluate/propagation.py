@@ -1,10 +1,10 @@
 """How quantisation error arises at each site and grows through depth (S3, S9, S11).
 
-`site_sqnr` looks at one site at a time: how well the values there fit the integers, against what
-a Gaussian tensor would give. `error_propagation` runs the full-precision and the quantised model
-side by side and follows the stream's relative error R_l, in which errors multiply from layer to
-layer; the two can disagree, and R_N is the one that predicts the damage. Sums in float64, one
-batch in memory at a time. Read by the CLI, the report and `skipless.measure`.
+`site_sqnr` looks at one tensor at a time, activations and weights: how well its values fit the
+integers, against what a Gaussian tensor would give. `error_propagation` runs the full-precision and
+the quantised model side by side and follows the stream's relative error R_l, in which errors
+multiply from layer to layer; the two can disagree, and R_N is the one that predicts the damage.
+Sums in float64, one batch in memory at a time. Read by the CLI, the report and `skipless.measure`.
 """
 
 from __future__ import annotations
@@ -85,15 +85,16 @@ def site_sqnr(
     *,
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
-    include_weights: bool = False,
+    include_weights: bool = True,
 ) -> list[dict[str, Any]]:
-    """Signal-to-quantisation-noise ratio of every quantised site against the yardstick (S3, S11).
+    """Signal-to-quantisation-noise ratio of every quantised tensor beside the yardstick (S3, S11).
 
-    The values are the full-precision model's, so that every site is judged by itself. Keys: site,
-    kind, layer, sublayer, bits, sqnr, ideal, gap = ideal - sqnr, all dB (sqnr is None where
-    nothing is lost, as on an all-zero tensor). `include_weights` adds one row a weight matrix,
-    kind "weight". Raises UserError when the scheme leaves activations in floating point and
-    weights are not asked for, and as `quantize` does.
+    The values are the full-precision model's, so that every tensor is judged by itself. One row an
+    activation site, then (unless `include_weights` is False) one a weight matrix: kind "weight",
+    site the module's name. Keys: site, kind, layer, sublayer, bits, sqnr, ideal (of a Gaussian
+    tensor at the same width), gap = ideal - sqnr, all dB (sqnr is None where nothing is lost, as on
+    an all-zero tensor). Raises UserError when the scheme leaves activations in floating point and
+    weights are not wanted, and as `quantize` does.
     """
     scheme = Scheme.parse(scheme)
     rows = []
@@ -101,13 +102,6 @@ def site_sqnr(
         model, scheme, scope, calibration=calibration, include_head=include_head
     ), evaluation_mode(model):  # fmt: skip
         record = quantization(model)
-        if include_weights:
-            for weight in record.weights:
-                original = weight.stored
-                noise = _square_sum(weight.parameter.data.float() - original.float())
-                row = {"site": weight.name, "kind": "weight", "layer": weight.layer,
-                       "sublayer": None}  # fmt: skip
-                rows.append(row | _ratio(_square_sum(original), noise, scheme.weight_bits))
         if not record.activations and not include_weights:
             raise UserError(
                 f"{scheme} leaves activations in floating point, so that no site can be measured; "
@@ -126,6 +120,13 @@ def site_sqnr(
             row = {"site": q.site.name, "kind": q.site.kind, "layer": q.site.layer,
                    "sublayer": q.site.sublayer}  # fmt: skip
             rows.append(row | _ratio(signal, noise, q.bits))
+        sublayers = {site.module: site.sublayer for site in find_sites(model)}
+        for weight in record.weights if include_weights else ():
+            noise = _square_sum(weight.parameter.data.float() - weight.stored.float())
+            module = weight.name.removesuffix(".weight")
+            row = {"site": module, "kind": "weight", "layer": weight.layer,
+                   "sublayer": sublayers.get(module)}  # fmt: skip
+            rows.append(row | _ratio(_square_sum(weight.stored), noise, scheme.weight_bits))
     return rows
 
 

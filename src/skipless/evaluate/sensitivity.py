@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.evaluate.losses import sequence_losses
+from skipless.evaluate.losses import as_list, sequence_losses
 from skipless.quant import Scheme, quantized
 from skipless.quant.targets import find_targets
 
@@ -32,8 +32,8 @@ def sensitivity(
     UserError for a model without numbered layers, and as `loss` and `quantize` do.
     """
     scheme = Scheme.parse(scheme)
-    batches = list(batches)
-    calibration = None if calibration is None else list(calibration)
+    batches = list(as_list(batches))
+    calibration = None if calibration is None else list(as_list(calibration))
     weights, activations = find_targets(model, scheme, scope)
     layers = sorted({t.layer for t in weights if t.layer is not None})
     if not layers:
