@@ -6,7 +6,14 @@ import math
 import pytest
 
 from skipless.errors import UserError
-from skipless.measure import evaluate_run, measure_all, probe_run, quantize_run, sample_run
+from skipless.measure import (
+    evaluate_run,
+    held_out_batches,
+    measure_all,
+    probe_run,
+    quantize_run,
+    sample_run,
+)
 from skipless.train import load_run
 
 FILES = ("eval.json", "quant.json", "probe.json", "samples.json")
@@ -166,3 +173,57 @@ def test_a_run_without_weights_says_so(run, tmp_path):
     shutil.rmtree(run.path / "checkpoint")
     with pytest.raises(UserError, match="no weights yet"):
         load_run(run.path)
+
+
+def test_closer_looks_are_at_the_lowest_scheme_named_and_the_file_keeps_the_runs_own(run):
+    whole = read(run, "quant.json")
+    assert whole["sqnr"]["scheme"] == whole["error"]["scheme"] == "W4A4"
+    said = []
+    result = quantize_run(
+        run, schemes=("W8A4", "W4A8-a:token", "W8A8", "W16Afp"), scopes=("linear",), by_layer=True,
+        say=said.append,
+    )  # fmt: skip
+    place = {"scheme": "W4A8-a:token", "scope": "linear"}
+    for part in ("error", "sqnr", "sensitivity"):
+        assert result[part].items() >= place.items()
+    assert {(r["kind"], r["bits"]) for r in result["sqnr"]["rows"]} == {("linear_input", 8)}
+    weights = result["sqnr"]["weights"]
+    assert {(r["kind"], r["bits"]) for r in weights} == {("weight", 4)} and len(weights) == 12
+    assert weights[0]["site"] == "layers.0.self_attn.q_proj"
+    assert [r["layer"] for r in result["sensitivity"]["rows"]] == [0, 1]
+    after = read(run, "quant.json")
+    assert after["error"] == whole["error"] and after["sqnr"] == whole["sqnr"]
+    assert after["sensitivity"] == result["sensitivity"]
+    assert len(after["rows"]) == len(whole["rows"]) + 3  # W8A8 linear was there
+    assert "keeps error and SQNR of W4A4 in scope block" in said[-1]
+    quantize_run(run, schemes=("W8A8",))
+    assert read(run, "quant.json")["sensitivity"] == result["sensitivity"]
+
+
+def test_a_scheme_that_does_not_fit_is_refused_before_anything_is_measured(run, monkeypatch):
+    from skipless.evaluate import precision
+
+    monkeypatch.setattr(precision, "sequence_losses", lambda *_: pytest.fail("measured"))
+    before = read(run, "quant.json")
+    with pytest.raises(UserError, match="group size 48 does not divide the 32 .*use g32"):
+        quantize_run(run, schemes=("W8A8", "W4A8-w:g48"))
+    assert read(run, "quant.json") == before
+
+
+def test_batches_of_a_run_for_the_functions_that_want_some(run):
+    from skipless.evaluate import error_propagation, loss, precision_table, sensitivity, site_sqnr
+
+    batches = held_out_batches(run)
+    asked = run.config.evaluate.num_tokens
+    assert asked - 16 < sum(labels.numel() for _, labels in batches) <= asked
+    assert len(sensitivity(run.model, "W4A8", batches)) == 2
+    for wrong in (run.data, run):
+        for measure in (
+            lambda data: sensitivity(run.model, "W4A8", data),
+            lambda data: site_sqnr(run.model, "W4A8", data),
+            lambda data: error_propagation(run.model, "W4A8", data),
+            lambda data: precision_table(run.model, data, ["W4A8"]),
+            lambda data: loss(run.model, data),
+        ):
+            with pytest.raises(UserError, match=r"skipless.measure.held_out_batches\(run\)"):
+                measure(wrong)

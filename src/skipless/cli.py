@@ -11,7 +11,7 @@ import functools
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -25,8 +25,28 @@ from skipless.arguments import (
     what_to_train,
 )
 from skipless.errors import UserError, suggestion
+from skipless.terminal import (
+    check_schemes,
+    evaluation_line,
+    probe_lines,
+    quantize_lines,
+    whole_number,
+)
 
 Positional = tyro.conf.Positional
+Run = Annotated[
+    Positional[str],
+    tyro.conf.arg(metavar="RUN", help="a run directory, such as runs/mine"),
+]
+Tokens = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="TOKENS",
+        help="held-out tokens to measure on, such as 20_000 or 1e5",
+        help_behavior_hint="(default: the run's own setting)",
+    ),
+]
+AsJson = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
 
 
 def demo(
@@ -196,72 +216,67 @@ def sweep(
         print(f"{row['recipe']:<24} {setting} {row[setting]:<8} {text}")
 
 
-def eval_(run: Positional[str], num_tokens: int | None = None, json: bool = False) -> None:
-    """Held-out loss, perplexity and bits per byte of a trained run -> eval.json."""
+def eval_(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
+    """Held-out loss, perplexity and bits per byte of a trained run -> eval.json.
+
+    For example: skipless eval runs/mine --num-tokens 20_000
+    """
+    tokens = whole_number("--num-tokens", num_tokens)
+    loaded = _load(run)
     from skipless.measure import evaluate_run
 
-    result = evaluate_run(_load(run), num_tokens=num_tokens)
-    if json:
-        _print_json(result)
-        return
-    print(
-        f"loss {result['held_out_loss']:.4f} ± {result['standard_error']:.4f} nats, "
-        f"perplexity {result['perplexity']:.2f}, {result['bits_per_byte']:.4f} bits per byte "
-        f"({result['num_tokens']} held-out tokens)"
-    )
+    result = evaluate_run(loaded, num_tokens=tokens)
+    _print_json(result) if json else print(evaluation_line(result))
 
 
-def probe(run: Positional[str], num_tokens: int | None = None, json: bool = False) -> None:
-    """Statistics of the activations at every site of a trained run -> probe.json."""
+def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
+    """Statistics of the activations at every site of a trained run -> probe.json.
+
+    For example: skipless probe runs/mine --num-tokens 1e3
+    """
+    tokens = whole_number("--num-tokens", num_tokens)
+    loaded = _load(run)
     from skipless.measure import probe_run
 
-    result = probe_run(_load(run), num_tokens=num_tokens)
-    if json:
-        _print_json(result)
-        return
-    print(f"{'site':<44} {'kurtosis':>10} {'max/sd':>8} {'sd':>9}")
-    for row in result["sites"]:
-        print(
-            f"{row['site']:<44} {row['kurtosis']:>10.2f} {row['max_over_std']:>8.1f} "
-            f"{row['std']:>9.4g}"
-        )
+    result = probe_run(loaded, num_tokens=tokens)
+    _print_json(result) if json else print(*probe_lines(result), sep="\n")
 
 
 def quantize(
-    run: Positional[str],
+    run: Run,
     schemes: tuple[str, ...] = (),
     scopes: tuple[Literal["linear", "block", "all"], ...] = (),
-    num_tokens: int | None = None,
-    json: bool = False,
+    num_tokens: Tokens = None,
+    by_layer: bool = False,
+    json: AsJson = False,
 ) -> None:
     """Held-out loss of a trained run under simulated quantisation -> quant.json.
 
+    Also the worst tensors and the error by depth, at the lowest of the schemes named.
+
+    For example: skipless quantize runs/mine --schemes W8A8 W4A8-a:token --by-layer
+
     Args:
-        run: a run directory.
-        schemes: for example W8A8 W4A4 W8A6-a:token; default the run's own list.
+        schemes: such as W8A8 W4A8-a:token W4Afp-w:g32; the run's own list if none is given.
         scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
-            all (also queries, keys, values, probabilities).
-        num_tokens: held-out tokens to evaluate on.
-        json: print JSON.
+            all (also queries, keys, values, probabilities); the run's own if none is given.
+        by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
     """
+    tokens = whole_number("--num-tokens", num_tokens)
+    check_schemes(run, schemes)
+    loaded = _load(run)
     from skipless.log import say
     from skipless.measure import quantize_run
 
     result = quantize_run(
-        _load(run),
+        loaded,
         schemes=schemes or None,
         scopes=scopes or None,
-        num_tokens=num_tokens,
+        num_tokens=tokens,
+        by_layer=by_layer,
         say=lambda text: None if json else say(text),
     )
-    if json:
-        _print_json(result)
-        return
-    print(f"full precision {result['full_precision']:.4f} nats")
-    for row in result["rows"]:
-        print(
-            f"{row['scheme']:<12} {row['scope']:<7} {row['loss']:.4f}  {row['increase']:+.4f} nats"
-        )
+    _print_json(result) if json else print(*quantize_lines(result), sep="\n")
 
 
 def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
@@ -297,6 +312,9 @@ RESUMING = ("demo", "train", "sweep")
 
 
 def _load(run: str) -> Any:
+    from skipless.rundir import RunDir
+
+    RunDir.open(run).config()  # torch takes its time to import, a mistake should not
     from skipless.train import load_run
 
     return load_run(run)

@@ -4,7 +4,7 @@ Each function loads nothing itself; it takes a `LoadedRun` (`skipless.train.load
 one file into the run directory, which the report then reads:
 
     evaluate_run  -> eval.json      held-out loss, perplexity, bits per byte
-    quantize_run  -> quant.json     loss at every scheme and scope; R_l by depth (S9); SQNR by site
+    quantize_run  -> quant.json     loss at every scheme and scope; R_l by depth (S9); SQNR (S3)
     probe_run     -> probe.json     statistics of every site (S1-S3, S7, S8, S10)
     sample_run    -> samples.json   greedy and sampled text
 
@@ -35,11 +35,15 @@ def _or(num_tokens: int | None, default: int) -> int:
     return default if num_tokens is None else num_tokens
 
 
-def held_out_batches(run: LoadedRun, num_tokens: int) -> list:
-    """(input_ids, labels) pairs from the run's held-out documents, [batch, sequence_length]."""
+def held_out_batches(run: LoadedRun, num_tokens: int | None = None) -> list:
+    """(input_ids, labels) pairs from the run's held-out documents, [batch, sequence_length].
+
+    What `skipless.evaluate` measures on; None takes the run's evaluate.num_tokens.
+    """
     from skipless.data import evaluation_batches
 
     train = run.config.train
+    num_tokens = _or(num_tokens, run.config.evaluate.num_tokens)
     return evaluation_batches(
         run.data.held_out, train.sequence_length, max(train.batch_size, 16), num_tokens
     )
@@ -85,47 +89,59 @@ def quantize_run(
     schemes: tuple[str, ...] | None = None,
     scopes: tuple[str, ...] | None = None,
     num_tokens: int | None = None,
+    by_layer: bool = False,
     say: Say = _quiet,
 ) -> dict[str, Any]:
-    """Loss under simulated quantisation, error by depth and SQNR by site -> quant.json.
+    """Loss under simulated quantisation, error by depth and SQNR by tensor -> quant.json.
 
+    Error by depth (S9), SQNR (S3) and, with `by_layer`, the loss with one layer quantised are of
+    the scheme with the fewest bits among `schemes`, of evaluate.error_scheme if none was named.
     Returns what was asked for. The file keeps the rows it has if they were measured on the same
     weights and as many tokens, and a table of the run's own settings is never replaced by one on
-    other tokens. Static schemes are calibrated on training batches.
+    other tokens. Static schemes are calibrated on training batches. Every scheme is checked before
+    anything is measured.
     """
-    from skipless.evaluate import error_propagation, precision_table, site_sqnr
+    from skipless.evaluate import error_propagation, precision_table, sensitivity, site_sqnr
     from skipless.quant import Scheme
 
     settings = run.config.evaluate
     parsed = list(dict.fromkeys(Scheme.parse(text) for text in schemes or settings.schemes))
     chosen_scopes = tuple(dict.fromkeys(scopes or settings.scopes))
+    closer = _lowest(parsed) if schemes else Scheme.parse(settings.error_scheme)
     num_tokens = _or(num_tokens, settings.num_tokens)
     batches = held_out_batches(run, num_tokens)
-    error_scheme = Scheme.parse(settings.error_scheme)
-    is_static = any(not scheme.dynamic for scheme in (*parsed, error_scheme))
+    is_static = any(not scheme.dynamic for scheme in (*parsed, closer))
     calibration = calibration_batches(run) if is_static else None
     say(f"{len(parsed)} schemes in scopes {', '.join(chosen_scopes)}")
     table = precision_table(run.model, batches, parsed, chosen_scopes, calibration=calibration)
     few = batches[: max(1, len(batches) // 4)]
     scope = "block" if "block" in chosen_scopes else chosen_scopes[0]
-    say(f"error of {error_scheme} by depth")
+    say(f"error of {closer} by depth")
+    what: dict[str, Any] = {"scheme": str(closer), "scope": scope}
+    depth = error_propagation(run.model, closer, few, scope, calibration=calibration)
+    tensors = site_sqnr(run.model, closer, few, scope, calibration=calibration)
     result = {
         "full_precision": table[0]["loss"] - table[0]["increase"],
         "num_tokens": sum(labels.numel() for _, labels in batches),
         "rows": table,
-        "error": {
-            "scheme": str(error_scheme),
-            "scope": scope,
-            "rows": error_propagation(run.model, error_scheme, few, scope, calibration=calibration),
-        },
-        "sqnr": {
-            "scheme": str(error_scheme),
-            "rows": site_sqnr(run.model, error_scheme, few, calibration=calibration),
+        "error": what | {"rows": depth},
+        "sqnr": what | {
+            "rows": [row for row in tensors if row["kind"] != "weight"],
+            "weights": [row for row in tensors if row["kind"] == "weight"],
         },
         "measured": measured_from(run)["quant.json"] | {"num_tokens": num_tokens},
-    }
+    }  # fmt: skip
+    if by_layer:
+        say(f"loss with one layer at {closer}")
+        rows = sensitivity(run.model, closer, few, scope, calibration=calibration)
+        result["sensitivity"] = what | {"rows": rows}
     _keep_table(run, result, say)
     return result
+
+
+def _lowest(schemes: list) -> Any:
+    """The scheme with the fewest bits of weights and activations together, the last of equals."""
+    return min(reversed(schemes), key=lambda s: s.weight_bits + (s.activation_bits or 32))
 
 
 def calibration_batches(run: LoadedRun) -> list:
@@ -145,8 +161,15 @@ def _keep_table(run: LoadedRun, result: dict[str, Any], say: Say) -> None:
     if old.get("measured") == result["measured"]:
         rows = {_cell(row): row for row in old["rows"]}
         rows |= {_cell(row): row for row in result["rows"]}
-        parts = {"error": old["error"]} if old["error"]["scope"] == "block" else {}
-        directory.write_json("quant.json", {**result, **parts, "rows": list(rows.values())})
+        parts = {}
+        if _is_own(run, old) > _is_own(run, result):
+            parts = {name: old[name] for name in ("error", "sqnr")}
+            say(
+                f"quant.json keeps error and SQNR of {_place(old)}, by which runs compare; those "
+                f"of {_place(result)} are only shown"
+            )
+        kept = {"sensitivity": old["sensitivity"]} if "sensitivity" in old else {}
+        directory.write_json("quant.json", {**kept, **result, **parts, "rows": list(rows.values())})
     elif old and old.get("measured") == measured_from(run)["quant.json"]:
         say(
             f"quant.json keeps its table on {old['measured']['num_tokens']} tokens; the one on "
@@ -154,6 +177,18 @@ def _keep_table(run: LoadedRun, result: dict[str, Any], say: Say) -> None:
         )
     else:
         directory.write_json("quant.json", result)
+
+
+def _is_own(run: LoadedRun, table: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether error by depth is of the run's own scheme, and of scope block: reports compare it."""
+    from skipless.quant import Scheme
+
+    own = str(Scheme.parse(run.config.evaluate.error_scheme))
+    return table["error"]["scheme"] == own, table["error"]["scope"] == "block"
+
+
+def _place(table: dict[str, Any]) -> str:
+    return f"{table['error']['scheme']} in scope {table['error']['scope']}"
 
 
 def _cell(row: dict[str, Any]) -> tuple[str, str]:
@@ -234,8 +269,7 @@ def _is_complete(run: LoadedRun, table: dict[str, Any]) -> bool:
 
     settings = run.config.evaluate
     there = {_cell(row) for row in table["rows"]}
-    error = str(Scheme.parse(settings.error_scheme))
-    return table["error"]["scheme"] == error and there >= {
+    return _is_own(run, table)[0] and there >= {
         (str(Scheme.parse(scheme)), scope)
         for scheme in settings.schemes
         for scope in settings.scopes

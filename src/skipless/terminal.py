@@ -1,0 +1,148 @@
+"""What `skipless eval`, `probe` and `quantize` read from the command line and print. Read by cli.
+
+No torch here: a mistake in an argument is told before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from skipless.errors import UserError
+from skipless.rundir import RunDir
+from skipless.scheme import Scheme, check_groups
+
+NUM_WORST = 5
+
+
+def whole_number(flag: str, text: str | None) -> int | None:
+    """`1024`, `20_000` and `1e3` as a whole number; None stays None.
+
+    Raises UserError naming `flag` for anything else, and for less than 1.
+    """
+    if text is None:
+        return None
+    try:
+        number = float(text) if "e" in text.lower() else int(text)
+        if number == int(number) >= 1:
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise UserError(f"{flag} is {text!r}; expected a whole number of at least 1, such as 20_000")
+
+
+def check_schemes(run: str, schemes: Iterable[str]) -> None:
+    """Raise UserError for the first scheme that is none or does not fit the run's model."""
+    for text in schemes:
+        size = Scheme.parse(text).group_size
+        if size is not None:
+            model = RunDir.open(run).config().model
+            widths = {"model.hidden_size": model.hidden_size, "down_proj": model.mlp_width}
+            try:
+                check_groups(size, widths)
+            except UserError as error:
+                raise UserError(f"{text!r} does not fit {run}: {error}") from None
+
+
+def evaluation_line(result: dict[str, Any]) -> str:
+    """Of eval.json: loss, perplexity, bits per byte; what is not known is left out or said."""
+    error, bits = result["standard_error"], result["bits_per_byte"]
+    return (
+        f"loss {result['held_out_loss']:.4f}"
+        + (f" ± {error:.4f} nats, " if error is not None else " nats, ")
+        + f"perplexity {result['perplexity']:.2f}, "
+        + (f"{bits:.4f} bits per byte " if bits is not None else "")
+        + f"({result['num_tokens']} held-out tokens"
+        + ("" if error is not None else " of one sequence, too few for a standard error")
+        + ")"
+    )
+
+
+def probe_lines(result: dict[str, Any]) -> list[str]:
+    """Of probe.json: the statistics of every site."""
+    head = ("site", "kurtosis", "max/sd", "sd")
+    rows = [
+        (row["site"], _show(row["kurtosis"], ".2f"), _show(row["max_over_std"], ".1f"),
+         _show(row["std"], ".4g"))
+        for row in result["sites"]
+    ]  # fmt: skip
+    return _aligned([head, *rows])
+
+
+def quantize_lines(result: dict[str, Any]) -> list[str]:
+    """Of quant.json: the loss by scheme and scope, the worst tensors, the error by depth."""
+    rows = [
+        (row["scheme"], row["scope"], f"{row['loss']:.4f}", f"{row['increase']:+.4f} nats")
+        for row in result["rows"]
+    ]
+    lines = [f"full precision {result['full_precision']:.4f} nats", *_aligned(rows, left=2)]
+    if "sqnr" in result:
+        lines += _worst(result["sqnr"])
+    if "error" in result:
+        lines += _depth(result["error"])
+    if "sensitivity" in result:
+        lines += _layers(result["sensitivity"])
+    return lines
+
+
+def _worst(sqnr: dict[str, Any]) -> list[str]:
+    """The tensors with the lowest ratio, activations and weights apart: their widths differ."""
+    lines = []
+    for what, rows in (("activations", sqnr["rows"]), ("weights", sqnr.get("weights", ()))):
+        known = sorted((r for r in rows if r["sqnr"] is not None), key=lambda r: r["sqnr"])
+        if not known:
+            continue
+        bits = sorted({row["bits"] for row in known})
+        lines += [
+            "",
+            f"worst {what} at {sqnr['scheme']}, scope {sqnr['scope']}: signal to rounding noise in "
+            f"dB, of a Gaussian at {' or '.join(map(str, bits))} bits, and what is missing to it",
+        ]
+        lines += _aligned([
+            ("site", "SQNR", "ideal", "gap"),
+            *((r["site"], *(f"{r[key]:.1f}" for key in ("sqnr", "ideal", "gap")))
+              for r in known[:NUM_WORST]),
+        ])  # fmt: skip
+    return lines
+
+
+def _depth(error: dict[str, Any]) -> list[str]:
+    """R_l, the layer where it grows most marked."""
+    rows = error["rows"]
+    growth = [b["r"] - a for a, b in zip([0.0, *(r["r"] for r in rows)], rows, strict=False)]
+    cells = [
+        (str(r["layer"]), r["sublayer"] or "", f"{r['r']:.4f}", f"{step:+.4f}")
+        for r, step in zip(rows, growth, strict=True)
+    ]
+    lines = _aligned([("layer", "after", "R", "growth"), *cells], left=2)
+    if len(rows) > 1:
+        lines[1 + growth.index(max(growth))] += "  <- grows most"
+    title = f"error of the stream by depth at {error['scheme']}, scope {error['scope']}: R = |x_q "
+    return ["", title + "- x| / |x|, earlier layers included", *lines]
+
+
+def _layers(table: dict[str, Any]) -> list[str]:
+    """The loss with one layer quantised, worst first."""
+    rows = sorted(table["rows"], key=lambda row: -row["increase"])
+    cells = [
+        (str(r["layer"]), f"{r['increase']:+.5f}", "± " + _show(r["standard_error"], ".5f"))
+        for r in rows
+    ]
+    title = f"increase of the loss in nats with one layer alone at {table['scheme']}, scope "
+    return ["", title + table["scope"], *_aligned([("layer", "increase", ""), *cells])]
+
+
+def _show(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Columns as wide as their widest cell, the first `left` flush left, the rest flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
