@@ -45,7 +45,9 @@ def test_a_run_that_stopped_early_says_so(make, tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["train"]["num_tokens"] *= 2
     (path / "config.json").write_text(json.dumps(config))
-    assert any("stopped at 102,400 of 204,800" in sentence for sentence in load_run(path).missing)
+    run = load_run(path)
+    assert run.unfinished == "step 100 of 200"
+    assert f"not finished, step 100 of 200; continue with: skipless train {path}" in run.missing
 
 
 def test_what_is_no_run_is_refused_in_one_sentence(make, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from skipless.config import ConnectionConfig
 from skipless.errors import UserError
 from skipless.report import build_report, compare, load_runs, plots, print_table, verdict
+from skipless.report.cells import show
 from skipless.report.html import page
 from skipless.report.plots import FIGURES, draw_all
 from skipless.report.style import PALETTE, looks
@@ -232,6 +233,35 @@ def test_terminal_table(four):
     text = file.getvalue()
     assert "residual-free + Muon" in text and "+3.1%" in text and "+0.450" in text
     assert "Rounded to W4A4" in text
+
+
+def test_an_unfinished_run_is_marked_in_the_page_and_in_the_terminal(make, tmp_path):
+    run = make(tmp_path / "run", label="mine", steps=40, without=("train.json",))
+    done = make(tmp_path / "done", label="done", steps=40, layers=4)
+    text = quick_page([run, done])
+    assert text.count("<small>not finished: step 40 of 40</small>") == 3  # rows, block scope, linear scope
+    assert f"continue with: skipless train {run}" in text
+    file = io.StringIO()
+    print_table([run, done], file=file)
+    marked = [line for line in file.getvalue().splitlines() if "not finished: step 40" in line]
+    assert len(marked) == 1 and marked[0].startswith("mine (")
+
+
+def test_how_to_make_it_again_can_be_typed(make, edit, tmp_path):
+    run = make(tmp_path / "run")
+    old = "__main__.py train demo-rf-kl --out runs/x --measure"  # as older runs noted it
+    edit(run, "environment.json", lambda e: e.update(command=old))
+    text = quick_page([run])
+    assert "skipless train demo-rf-kl --out runs/x --measure" in text and "__main__" not in text
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "shown"),
+    [(-0.0004, "+.3f", "+0.000"), (-0.0004, ".3f", "0.000"), (-0.0006, "+.3f", "-0.001"),
+     (-0.0, "+.1%", "+0.0%"), (-12.0, "+.1f", "-12.0")],
+)  # fmt: skip
+def test_what_rounds_to_zero_has_no_minus(value, form, shown):
+    assert show(value, form) == shown
 
 
 def test_terminal_table_takes_labels_literally(make, tmp_path):

@@ -43,38 +43,96 @@ def test_the_lowest_loss_comes_first_and_flips(pair):
 def test_the_gap_flips(pair):
     topic = "The price of no skip"
     worse, better = say(pair(), topic), say(pair(loss=(4.6, 4.5)), topic)
-    assert "With Muon: 4.600 against 4.500, 2.2% higher (worse) at equal tokens" in worse
-    assert "With Muon: 4.500 against 4.600, 2.2% lower (better) at equal tokens" in better
-    assert "met" in worse and "met" in better
-    assert "missed" in say(pair(loss=(4.5, 4.9)), topic)
+    assert "At equal tokens: Muon +2.2% (4.600 against 4.500); positive is worse" in worse
+    assert "At equal tokens: Muon -2.2% (4.500 against 4.600)" in better
+    assert "is met with Muon" in worse and "is met with Muon" in better
+    assert "is missed with Muon" in say(pair(loss=(4.5, 4.9)), topic)
 
 
 def test_a_difference_within_the_error_is_no_difference(pair):
     assert "no established difference" in say(pair(standard_error=0.08))
     assert "no established difference" not in say(pair(standard_error=0.01))
     assert "Not to be told apart from it" in say(pair(standard_error=0.08))
+    assert "aim" not in say(pair(standard_error=0.08), "The price of no skip")
+    short = say(pair(standard_error=0.08), "In short")
+    assert "no established difference" in short and "higher than" not in short
 
 
 def test_rounding_flips(pair):
     topic = "Rounded to few bits"
     less, more = say(pair(), topic), say(pair(damage=(0.4, 1.0)), topic)
-    assert "at W4A4 it loses less, +0.400 against +1.000, and ends ahead (5.000 against" in less
-    assert "at W4A4 it loses more, +1.000 against +0.400, and ends behind (5.600 against" in more
-    assert "at W8A6 it loses less" in less and "at W8A6 it loses more" in more
+    assert "At W4A4 it loses less with Muon (+0.400 against +1.000)" in less
+    assert "At W4A4 it ends ahead with Muon (5.000 against" in less
+    assert "At W4A4 it loses more with Muon (+1.000 against +0.400)" in more
+    assert "At W4A4 it ends behind with Muon (5.600 against" in more
+    assert "At W8A6 it loses less" in less and "At W8A6 it loses more" in more
+
+
+def test_what_is_within_noise_is_neither_less_nor_more(pair, edit):
+    topic = "Rounded to few bits"
+    same = "At W8A6 it loses as much, within noise, with Muon."
+    assert same in say(pair(damage=(1.0, 1.004)), topic)  # +0.0500 and +0.0502
+    runs = pair(damage=(1.0, 0.8))
+    assert "At W8A6 it loses less with Muon (+0.040 against +0.050)" in say(runs, topic)
+    for run in runs:
+        edit(run, "quant.json", lambda q: [r.update(standard_error=0.01) for r in q["rows"]] and q)
+    assert same in say(runs, topic) and "At W4A4 it loses less" in say(runs, topic)
+
+
+def test_no_number_is_minus_nothing(pair):
+    text = say(pair(damage=(-1e-4, 1.0)))
+    assert "against +0.000)" in text and "-0.000" not in text
+
+
+def test_w4a4_and_block_scope_are_explained_where_they_are_met_first(pair, make, tmp_path):
+    told = "4-bit weights and 4-bit activations, everything between embedding and head is rounded"
+    for text in (say(pair()), say([make(tmp_path / "alone")])):
+        first = min(text.index("W4A4"), text.index("block scope"))
+        assert first < text.index(told) < first + 60
+
+
+def test_many_pairs_do_not_make_many_sentences(four):
+    found = verdict(compare(load_runs(four)))
+    assert all(len(s.sentences) <= 5 for s in found)
+    assert all(s.sentences.count(x) == 1 for s in found for x in s.sentences)
+    price = say(four, "The price of no skip")
+    assert "KL-Shampoo +2.0% (4.640 against 4.550) and Muon +3.1% (4.630 against 4.490)" in price
+    assert "is met with KL-Shampoo and Muon" in price
+    rounded = say(four, "Rounded to few bits")
+    assert "At W4A4 it loses less with Muon (+0.450 against +1.010); more with KL-Sh" in rounded
+
+
+def test_too_little_training_is_said_first(pair, make, tmp_path):
+    small = verdict(compare(load_runs(pair(loss=(5.9, 6.0)))))[0]
+    assert small.topic == "In short"
+    assert small.sentences[0].startswith("Too small for conclusions: the best row is only 0.20")
+    assert "Too small" not in say(pair(loss=(4.5, 4.6)))
+    noted = make(tmp_path / "noted", loss=5.9)
+    (noted / "data.json").write_text('{"unigram_loss": 6.5}')  # measured, not estimated
+    assert "Too small" not in say([noted])
+
+
+def test_an_unfinished_run_is_said_first_and_not_compared(pair):
+    runs = pair(steps=40)
+    (runs[1] / "train.json").unlink()
+    (runs[1] / "metrics.jsonl").write_text('{"step": 29, "tokens": 29696, "loss": 4.6}\n')
+    text = say(runs, "In short")
+    assert text.strip().startswith("Not finished and so not compared: without (step 29 of 40).")
+    assert "lost less" not in text and "higher" not in text
 
 
 def test_less_damage_can_still_end_behind(pair):
     text = say(pair(damage=(0.5, 0.45)), "Rounded to few bits")
-    assert "at W4A4 it loses less" in text and "ends behind" in text
+    assert "At W4A4 it loses less" in text and "At W4A4 it ends behind" in text
 
 
 def test_kurtosis_is_never_judged_alone(pair):
     text = say(pair(), "Inside the models")
-    assert "mean |kurtosis|" in text
-    assert "R_N, is" in text
+    assert "Mean |kurtosis|: Muon 0.1" in text
+    assert "R_N: Muon 0." in text
     assert "does not decide the loss" in text
     assert "aim: below 1, met" in text
-    assert "aim: below 1, missed" in say(pair(kurtosis=(9.0, 3.0)), "Inside the models")
+    assert "aim: below 1, missed with Muon" in say(pair(kurtosis=(9.0, 3.0)), "Inside the models")
 
 
 def test_the_summary_of_one_pair_flips(pair):
@@ -92,10 +150,12 @@ def test_the_summary_of_several_counts(four):
     assert "lost less in 1 of 2 and ended with the lower loss in 1 of 2" in text
 
 
-def test_a_row_far_behind_does_not_win_by_having_nothing_to_lose(pair):
-    text = say(pair(loss=(4.5, 6.5), damage=(1.0, 0.01)), "In short")
-    assert "Not counted for rounding: without" in text
-    assert "lost less" not in text
+def test_a_row_that_learned_little_does_not_win_by_having_nothing_to_lose(pair):
+    runs = pair(loss=(4.5, 6.5), damage=(1.0, 0.01))
+    text = say(runs, "In short")
+    assert "Left out of the comparisons: without (6.500 nats), having learned less" in text
+    assert "lost less" not in text and "higher" not in text
+    assert "cannot be told from these runs" in say(runs, "The price of no skip")
 
 
 def test_one_seed_is_said(pair):
@@ -134,4 +194,5 @@ def test_the_harshest_scheme_stands_in_for_w4a4(pair, edit):
     for run in runs:
         edit(run, "quant.json", lambda q: q.update(
             rows=[r for r in q["rows"] if r["scheme"] in keep]))  # fmt: skip
-    assert "at W8A8 it loses less" in say(runs)
+    assert "At W8A8 it loses less" in say(runs)
+    assert "Rounded to W8A8 at block scope (8-bit weights" in say(runs, "In short")

@@ -23,10 +23,16 @@ TEXT_HEADINGS = (OPTIMISER, CONNECTION, "device")
 
 
 def show(value: float | None, form: str = ".3f", *, absent: str = "–") -> str:
-    """A number for a table cell; a dash when not measured, words when not finite."""
+    """A number for a table cell; a dash when not measured, words when not finite.
+
+    What rounds to zero has no minus.
+    """
     if value is None:
         return absent
-    return format(value, form) if math.isfinite(value) else "not finite"
+    if not math.isfinite(value):
+        return "not finite"
+    text = format(value, form)
+    return text if set(text) & set("123456789") else format(0.0, form)
 
 
 def swatch(look: Look) -> str:
@@ -51,8 +57,9 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
 
 
 def row_name(row: Row, styles: dict[str, Look]) -> str:
-    """The heading cell of a row: its line and its label."""
-    return f"<th scope=row><span>{swatch(styles[row.label])}{escape(row.label)}</span></th>"
+    """The heading cell of a row: its line, its label, and whether it is not finished."""
+    mark = f"<small>not finished: {escape(row.unfinished)}</small>" if row.unfinished else ""
+    return f"<th scope=row><span>{swatch(styles[row.label])}{escape(row.label)}</span>{mark}</th>"
 
 
 def cell(text: str, small: str = "", *, best: bool = False, wide: bool = False) -> str:

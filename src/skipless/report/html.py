@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -192,7 +193,8 @@ def _machine(comparison: Comparison) -> str:
 
 def _commands(comparison: Comparison, command: str) -> str:
     made = dict.fromkeys(
-        str(run.environment["command"])
+        # Older runs noted the file that `python -m skipless` starts.
+        re.sub(r"^__main__\.py ", "skipless ", str(run.environment["command"]))
         for row in comparison.rows
         for run in row.runs
         if run.environment.get("command")

@@ -17,7 +17,7 @@ from typing import Any
 
 from skipless.config import ConnectionConfig, RunConfig
 from skipless.errors import UserError
-from skipless.rundir import CONFIG, ENVIRONMENT, RunDir
+from skipless.rundir import CONFIG, ENVIRONMENT, RunDir, continue_command
 
 RESIDUAL, RESIDUAL_FREE, MIXED = "residual", "residual-free", "mixed"
 
@@ -57,7 +57,19 @@ class RunData:
     quant: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
+    unigram_loss: float | None = None
+    """data.json: held-out loss of token frequencies alone, nats a token."""
     missing: tuple[str, ...] = ()
+
+    @property
+    def unfinished(self) -> str:
+        """ "step 29 of 40" for a run without train.json, which is written last, or with a log that
+        is shorter than its settings; else empty."""
+        train = self.config.train
+        if self.result and not (self.metrics and self.tokens < train.num_tokens):
+            return ""
+        steps = [int(s) for row in self.metrics if math.isfinite(s := number(row, "step") or 0)]
+        return f"step {max(steps, default=0)} of {train.num_steps}"
 
     @property
     def num_layers(self) -> int:
@@ -165,12 +177,14 @@ def load_run(path: str | Path) -> RunData:
         samples=[
             s for s in ([samples] if isinstance(samples, dict) else samples) if isinstance(s, dict)
         ],
+        unigram_loss=number(_optional(run, "data.json"), "unigram_loss"),
     )
     if probe is None and data.probes:
         missing.append("the inside is shown as of the last line of probes.jsonl")
-    planned = config.train.num_tokens
-    if data.metrics and data.tokens < planned:
-        missing.append(f"training stopped at {data.tokens:,} of {planned:,} tokens")
+    if data.unfinished:
+        missing.append(
+            f"not finished, {data.unfinished}; continue with: {continue_command(data.path)}"
+        )
     return dataclasses.replace(data, missing=tuple(missing))
 
 

@@ -138,7 +138,10 @@ def loss_at(run: RunData, tokens: float) -> float | None:
 
 
 def precision_rows(run: RunData, scope: str) -> dict[str, dict[str, float | None]]:
-    """{scheme: {"loss", "increase"}} of one scope, in nats; keys in the order measured."""
+    """{scheme: {"loss", "increase", "standard_error"}} of one scope, in nats, as measured.
+
+    "standard_error" is that of the increase.
+    """
     base = number(run.quant, "full_precision")
     table: dict[str, dict[str, float | None]] = {}
     for row in rows(run.quant, "rows"):
@@ -146,7 +149,8 @@ def precision_rows(run: RunData, scope: str) -> dict[str, dict[str, float | None
             loss, increase = number(row, "loss"), number(row, "increase")
             if increase is None and loss is not None and base is not None:
                 increase = loss - base
-            table[row["scheme"]] = {"loss": loss, "increase": increase}
+            error = number(row, "standard_error")
+            table[row["scheme"]] = {"loss": loss, "increase": increase, "standard_error": error}
     return table
 
 

@@ -17,6 +17,18 @@ from skipless.jsonable import leaves
 from skipless.report import measures
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE, RunData, number
 
+# A row that gained less than this share of what the best row gained over guessing (ln of the
+# vocabulary) has learned next to nothing: it has little to lose by rounding, and its gap to a twin
+# tells how slowly it starts, not what it costs to leave out the skip.
+LEARNED_SHARE = 0.5
+# Until the best row is half a nat better than token frequencies alone, models use hardly any
+# context and the order of rows is that of their warm-up. The rows of the full demo gain 1.0 to
+# 1.6 nats, those of demo-fast at most 0.04.
+LEARNED_NATS = 0.5
+FREQUENCY_SHARE = 0.8
+"""The loss of token frequencies as a share of ln(vocabulary), for runs that did not note it: 0.80
+and 0.84 on the demo's and rf-small's text."""
+
 # Settings that two rows must share for their losses to be comparable, and their names in prose.
 SHARED = {
     "data": (
@@ -62,8 +74,14 @@ class Row:
     """R_N, relative error of the last layer's stream at `error_scheme`."""
     error_scheme: str | None
     precision: dict[str, dict[str, dict[str, float | None]]]
-    """{scope: {scheme: {"loss", "increase"}}}, nats."""
+    """{scope: {scheme: {"loss", "increase", "standard_error" of the increase}}}, nats."""
     note: str
+    unfinished: str
+    """ "step 29 of 40"; empty when all its runs are finished."""
+    unigram_loss: float
+    """Held-out loss of token frequencies alone, nats a token."""
+    learned_little: bool
+    """Whether it gained less than LEARNED_SHARE of what the best row did."""
     missing: tuple[str, ...]
     runs: tuple[RunData, ...] = dataclasses.field(repr=False)
 
@@ -73,6 +91,9 @@ class Row:
 
     def increase(self, scheme: str, scope: str = "block") -> float | None:
         return self.precision.get(scope, {}).get(scheme, {}).get("increase")
+
+    def increase_error(self, scheme: str, scope: str = "block") -> float | None:
+        return self.precision.get(scope, {}).get(scheme, {}).get("standard_error")
 
     def loss_under(self, scheme: str, scope: str = "block") -> float | None:
         return self.precision.get(scope, {}).get(scheme, {}).get("loss")
@@ -116,6 +137,21 @@ class Comparison:
     pairs: tuple[Pair, ...]
     caveats: tuple[str, ...]
     """Sentences about what makes these rows not strictly comparable."""
+
+    @property
+    def judged(self) -> tuple[Pair, ...]:
+        """The pairs that the verdict compares: both rows are finished and learned something."""
+        return tuple(
+            p
+            for p in self.pairs
+            if not any(r.learned_little or r.unfinished for r in (p.row, p.reference))
+        )
+
+    @property
+    def gain(self) -> float | None:
+        """By how many nats the best row beats token frequencies; None without a loss."""
+        gains = [r.unigram_loss - r.loss for r in self.rows if not _unknown(r.loss)]
+        return max(gains, default=None)
 
     def schemes(self, scope: str) -> list[str]:
         """Every scheme measured in a scope, from gentle to harsh, as the runs list them."""
@@ -161,7 +197,22 @@ def compare(runs: Sequence[RunData]) -> Comparison:
         )
         for group in groups.values()
     )
+    table = _marked(table)
     return Comparison(rows=table, pairs=tuple(_pairs(table)), caveats=tuple(_caveats(table)))
+
+
+def _marked(table: Sequence[Row]) -> tuple[Row, ...]:
+    """The rows, those marked that learned little beside the best one."""
+    gains = [math.log(row.runs[0].config.model.vocab_size) - _or_nan(row.loss) for row in table]
+    most = max((g for g in gains if not math.isnan(g)), default=0.0)
+    return tuple(
+        dataclasses.replace(row, learned_little=most > 0 and gain < LEARNED_SHARE * most)
+        for row, gain in zip(table, gains, strict=True)
+    )
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _signature(run: RunData) -> str:
@@ -208,6 +259,10 @@ def _row(runs: list[RunData], label: str) -> Row:
         error_scheme=" / ".join(sorted(schemes)) or None,
         precision=_precision(runs),
         note=first.config.note,
+        unfinished=next((run.unfinished for run in runs if run.unfinished), ""),
+        unigram_loss=first.unigram_loss
+        or FREQUENCY_SHARE * math.log(first.config.model.vocab_size),
+        learned_little=False,
         missing=tuple(missing),
         runs=tuple(runs),
     )
@@ -221,7 +276,7 @@ def _precision(runs: list[RunData]) -> dict[str, dict[str, dict[str, float | Non
         table[scope] = {
             scheme: {
                 key: measures.mean(rows.get(scheme, {}).get(key) for rows in per_run)
-                for key in ("loss", "increase")
+                for key in ("loss", "increase", "standard_error")
             }
             for scheme in dict.fromkeys(s for rows in per_run for s in rows)
         }

@@ -26,8 +26,9 @@ def summary_table(comparison: Comparison) -> Any:
     gaps = {pair.row.label: pair.gap for pair in comparison.pairs}
     for row in comparison.rows:
         error = "" if row.standard_error is None or row.diverged else f" ± {row.standard_error:.3f}"
+        mark = f" (not finished: {row.unfinished})" if row.unfinished else ""
         table.add_row(
-            Text(row.label),  # Text, not str: a label in brackets is no markup
+            Text(row.label + mark),  # Text, not str: a label in brackets is no markup
             show(row.loss) + (error if row.loss is not None else ""),
             show(gaps.get(row.label), "+.1%"),
             *(show(row.increase(s), "+.3f") for s in schemes),

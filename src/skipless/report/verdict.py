@@ -1,29 +1,32 @@
 """The verdict in sentences, computed from the numbers, honest whichever way they come out.
 
 Loss comes first, then the cost of rounding, then the inside; kurtosis is never judged alone,
-because errors pass through every layer and R_N foretells the damage better (S9). Plain text:
-whoever shows it escapes it. Read by html and text.
+because errors pass through every layer and R_N foretells the damage better (S9). A difference
+within two standard errors is called none. Plain text: whoever shows it escapes it. Read by html and
+text.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from skipless.report.cells import show
 from skipless.report.measures import spearman
-from skipless.report.tables import Comparison, Pair, Row
+from skipless.report.tables import LEARNED_NATS, Comparison, Pair, Row
 
 AIM_GAP = 0.05  # residual-free within 5 % of its residual twin in held-out loss
-FAR_BEHIND = 0.2  # a row this far behind its twin has learned too little to have much to lose
 AIM_KURTOSIS = 1.0  # mean |g| of the block output over the middle third of layers
 HEADLINE_SCHEMES = ("W8A6", "W4A4")  # judged at block scope
+SHOWN = 0.0005  # losses are shown to three decimals; what these do not show is no difference
 
 LEADS = {
     "The price of no skip": "Held-out loss at full precision, without skips against with.",
-    "Rounded to few bits": "Loss increase in nats at block scope: the model without skips against "
-    "the one with.",
-    "Inside the models": "Tensors and rounding errors, without skips against with; the kurtosis is "
-    "that of the block outputs in the middle third of the layers.",
+    "Rounded to few bits": "Loss increase in nats, without skips against with.",
+    "Inside the models": "Without skips against with; the kurtosis is that of the block outputs in "
+    "the middle third of the layers.",
 }
 
 
@@ -40,26 +43,19 @@ class Statement:
 def verdict(comparison: Comparison) -> list[Statement]:
     """All findings, in reading order. Topics without numbers say that they have none."""
     parts = [
-        ("In short", _summary(comparison)),
+        ("In short", _caution(comparison) + _summary(comparison)),
         ("Full precision", _best(comparison)),
         ("The price of no skip", _gaps(comparison)),
         ("Rounded to few bits", _rounding(comparison)),
         ("Inside the models", _inside(comparison)),
         ("How sure this is", _certainty(comparison)),
     ]
-    leads = LEADS if comparison.pairs else {}
+    leads = LEADS if comparison.judged else {}
     return [
         Statement(topic=topic, sentences=tuple(sentences), lead=leads.get(topic, ""))
         for topic, sentences in parts
         if sentences
     ]
-
-
-def nats(value: float | None) -> str:
-    """Four significant digits at most, a word when there is no finite number."""
-    if value is None:
-        return "not measured"
-    return "not finite" if math.isnan(value) else f"{value:.3f}"
 
 
 def headline_schemes(comparison: Comparison) -> list[str]:
@@ -68,12 +64,12 @@ def headline_schemes(comparison: Comparison) -> list[str]:
     return [s for s in HEADLINE_SCHEMES if s in measured] or measured[-1:]
 
 
-def _known(value: float | None) -> bool:
-    return value is not None and not math.isnan(value)
+def _known(*values: float | None) -> bool:
+    return all(value is not None and not math.isnan(value) for value in values)
 
 
 def _join(items: list[str]) -> str:
-    return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
+    return " and ".join([", ".join(items[:-1])] * (len(items) > 1) + items[-1:])
 
 
 def _count(number: int, total: int) -> str:
@@ -82,26 +78,40 @@ def _count(number: int, total: int) -> str:
     return f"{number} of {total}" if number else f"none of the {total}"
 
 
+def _explained(scheme: str) -> str:
+    """A scheme at block scope, both told for whoever meets them here first."""
+    bits = re.match(r"W(\d+)A(\d+)", scheme)
+    told = f"{bits[1]}-bit weights and {bits[2]}-bit activations, " if bits else ""
+    return f"{scheme} at block scope ({told}everything between embedding and head is rounded)"
+
+
+def _caution(comparison: Comparison) -> list[str]:
+    """What a reader must know before any number: too little training, or an unfinished one."""
+    sentences = []
+    if comparison.gain is not None and comparison.gain < LEARNED_NATS:
+        amount = f"only {comparison.gain:.2f} nats better" if comparison.gain > 0 else "not better"
+        sentences.append(
+            f"Too small for conclusions: the best row is {amount} than knowing how frequent each "
+            f"token is, and below {LEARNED_NATS:g} nats the order of rows is that of their warm-up."
+        )
+    unfinished = [f"{r.label} ({r.unfinished})" for r in comparison.rows if r.unfinished]
+    if unfinished:
+        sentences.append(f"Not finished and so not compared: {_join(unfinished)}.")
+    return sentences
+
+
 def _summary(comparison: Comparison) -> list[str]:
-    pairs = [p for p in comparison.pairs if _known(p.gap)]
-    if not pairs:
-        return []
-    sentences = [_summary_of_gaps(pairs)]
+    pairs = [p for p in comparison.judged if _known(p.gap)]
+    sentences = [_summary_of_gaps(pairs)] if pairs else []
     for scheme in headline_schemes(comparison)[-1:]:
-        both = [
-            p
-            for p in pairs
-            if p.gap <= FAR_BEHIND
-            and _known(p.row.increase(scheme))
-            and _known(p.reference.increase(scheme))
-        ]
+        both = [p for p in pairs if _known(p.row.increase(scheme), p.reference.increase(scheme))]
         if both:
             sentences.append(_summary_of_rounding(both, scheme))
-    behind = [p.row.label for p in pairs if p.gap > FAR_BEHIND]
-    if behind:
+    little = [f"{r.label} ({show(r.loss)} nats)" for r in comparison.rows if r.learned_little]
+    if little:
         sentences.append(
-            f"Not counted for rounding: {_join(behind)}, more than {FAR_BEHIND:.0%} behind at full "
-            "precision, having learned too little for rounding to lose much."
+            f"Left out of the comparisons: {_join(little)}, having learned less than half as much "
+            "as the best row."
         )
     return sentences
 
@@ -109,35 +119,65 @@ def _summary(comparison: Comparison) -> list[str]:
 def _summary_of_gaps(pairs: list[Pair]) -> str:
     if len(pairs) == 1:
         (pair,) = pairs
+        if not _tells(pair):
+            return (
+                "With and without skip connections there is no established difference in held-out "
+                f"loss ({pair.gap:+.1%}, {pair.optimizer} both times)."
+            )
         word = "higher" if pair.gap > 0 else "lower"
         return (
             f"Without skip connections the held-out loss was {abs(pair.gap):.1%} {word} than with "
             f"them ({pair.optimizer} both times)."
         )
-    worse = sum(p.gap > 0 for p in pairs)
+    worse = sum(p.gap > 0 and _tells(p) for p in pairs)
+    better = sum(p.gap < 0 and _tells(p) for p in pairs)
+    same = len(pairs) - worse - better
     low, high = min(p.gap for p in pairs), max(p.gap for p in pairs)
     return (
         f"Without skip connections the held-out loss was higher in {_count(worse, len(pairs))} "
-        f"comparisons ({low:+.1%} to {high:+.1%} against the same optimiser with skips)."
+        + "comparisons"
+        + (f", lower in {better}" if better else "")
+        + (f", not to be told apart in {same}" if same else "")
+        + f" ({low:+.1%} to {high:+.1%} against the same optimiser with skips)."
     )
 
 
 def _summary_of_rounding(pairs: list[Pair], scheme: str) -> str:
-    less = sum(p.row.increase(scheme) < p.reference.increase(scheme) for p in pairs)
-    ahead = sum(_ahead(p, scheme) for p in pairs)
-    start = f"Rounded to {scheme} (block scope), the model without skips lost "
+    less = sum(_damage(p, scheme) < 0 for p in pairs)
+    ahead = sum(_place(p, scheme) < 0 for p in pairs)
+    start = f"Rounded to {_explained(scheme)}, the model without skips lost "
     if len(pairs) == 1:
-        place = "the lower" if ahead else "the higher"
-        return f"{start}{'less' if less else 'more'} and ended with {place} loss."
+        amount = ("less", "as much", "more")[_damage(pairs[0], scheme) + 1]
+        place = ("the lower", "the same", "the higher")[_place(pairs[0], scheme) + 1]
+        return f"{start}{amount} and ended with {place} loss."
     return (
         f"{start}less in {_count(less, len(pairs))} and ended with the lower loss in "
         f"{_count(ahead, len(pairs))}."
     )
 
 
-def _ahead(pair: Pair, scheme: str) -> bool:
+def _tells(pair: Pair) -> bool:
+    """False for a difference within two standard errors; one without errors is taken as it is."""
+    return pair.established or not _known(pair.standard_error)
+
+
+def _sign(difference: float, errors: list[float | None]) -> int:
+    """-1, 0 or 1; 0 within two standard errors, or too small to be shown."""
+    noise = 2 * math.hypot(*errors) if _known(*errors) else 0.0
+    return 0 if abs(difference) <= max(noise, SHOWN) else int(math.copysign(1, difference))
+
+
+def _damage(pair: Pair, scheme: str) -> int:
+    """-1 when the row without skips loses less by rounding, 1 when more, 0 within noise."""
+    ours, theirs = pair.row, pair.reference
+    errors = [ours.increase_error(scheme), theirs.increase_error(scheme)]
+    return _sign(ours.increase(scheme) - theirs.increase(scheme), errors)
+
+
+def _place(pair: Pair, scheme: str) -> int:
+    """-1 when the row without skips ends with the lower loss, 1 when with the higher."""
     ours, theirs = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
-    return _known(ours) and _known(theirs) and ours < theirs
+    return _sign(ours - theirs, [pair.standard_error]) if _known(ours, theirs) else 0
 
 
 def _best(comparison: Comparison) -> list[str]:
@@ -168,41 +208,54 @@ def _with_error(row: Row) -> str:
 
 
 def _tied(a: Row, b: Row) -> bool:
-    if not (_known(a.standard_error) and _known(b.standard_error)):
+    if not _known(a.standard_error, b.standard_error):
         return False
     return abs(a.loss - b.loss) <= 2 * math.hypot(a.standard_error, b.standard_error)
 
 
+def _names(comparison: Comparison) -> Callable[[Pair], str]:
+    """How a pair is called: by its optimiser where that names one pair, else by its row."""
+    optimizers = [p.optimizer for p in comparison.judged]
+    return lambda p: p.optimizer if optimizers.count(p.optimizer) == 1 else p.row.label
+
+
 def _gaps(comparison: Comparison) -> list[str]:
-    if not comparison.pairs:
-        return [
-            "No residual-free row has a residual row with the same optimiser beside it, so the "
-            "price of removing the skip cannot be told from these runs."
-        ]
-    return [f"{_subject(p, comparison)}: {_gap(p)}." for p in comparison.pairs]
-
-
-def _subject(pair: Pair, comparison: Comparison) -> str:
-    """ "With Muon" where that names the two rows, else both labels."""
-    same = [r for r in comparison.rows if r.optimizer == pair.optimizer]
-    if len(same) == 2:
-        return f"With {pair.optimizer}"
-    return f"{pair.row.label} against {pair.reference.label}"
-
-
-def _gap(pair: Pair) -> str:
-    if not _known(pair.gap):
-        return f"no comparison, the losses are {nats(pair.loss)} and {nats(pair.reference_loss)}"
-    direction = "higher (worse)" if pair.gap > 0 else "lower (better)"
-    tokens = "at equal tokens" if pair.equal_tokens else "at the smaller number of tokens"
-    text = (
-        f"{pair.loss:.3f} against {pair.reference_loss:.3f}, "
-        f"{abs(pair.gap):.1%} {direction} {tokens}"
-    )
-    if _known(pair.standard_error) and not pair.established:
-        text += ", within 2 standard errors and so no established difference"
-    met = "met" if pair.gap <= AIM_GAP else "missed"
-    return f"{text} (aim: at most {AIM_GAP:.0%} worse, {met})"
+    pairs, name = comparison.judged, _names(comparison)
+    if not pairs:
+        why = (
+            "No residual-free row and residual row with the same optimiser are both finished and "
+            "have learned enough"
+            if comparison.pairs
+            else "No residual-free row has a residual row with the same optimiser beside it"
+        )
+        return [f"{why}, so the price of removing the skip cannot be told from these runs."]
+    known = [p for p in pairs if _known(p.gap)]
+    sentences = [
+        f"{name(p)}: no comparison, the losses are {show(p.loss, absent='not measured')} and "
+        f"{show(p.reference_loss, absent='not measured')}."
+        for p in pairs
+        if p not in known
+    ]
+    if not known:
+        return sentences
+    listed = [
+        f"{name(p)} {p.gap:+.1%} ({p.loss:.3f} against {p.reference_loss:.3f})" for p in known
+    ]
+    even = all(p.equal_tokens for p in known)
+    tokens = "equal tokens" if even else "the smaller number of tokens"
+    sentences.insert(0, f"At {tokens}: {_join(listed)}; positive is worse.")
+    told = [p for p in known if _tells(p)]
+    met = [name(p) for p in told if p.gap <= AIM_GAP]
+    missed = [name(p) for p in told if p.gap > AIM_GAP]
+    aims = [f"{word} with {_join(n)}" for word, n in (("met", met), ("missed", missed)) if n]
+    if aims:
+        sentences.append(f"The aim, at most {AIM_GAP:.0%} worse, is {', '.join(aims)}.")
+    same = [name(p) for p in known if not _tells(p)]
+    if same:
+        sentences.append(
+            f"Within 2 standard errors and so no established difference: {_join(same)}."
+        )
+    return sentences
 
 
 def _rounding(comparison: Comparison) -> list[str]:
@@ -212,71 +265,91 @@ def _rounding(comparison: Comparison) -> list[str]:
             "No row was evaluated at low precision in block scope, so nothing can be said about "
             "rounding."
         ]
-    sentences = [
-        f"{_subject(p, comparison)}: " + "; ".join(_damage(p, s) for s in schemes) + "."
-        for p in comparison.pairs
-    ]
-    if sentences:
-        return sentences
+    if comparison.judged:
+        return [text for scheme in schemes for text in _rounding_at(scheme, comparison)]
     scheme = schemes[-1]
     known = [r for r in comparison.rows if _known(r.increase(scheme))]
     ranked = sorted(known, key=lambda r: r.increase(scheme))
-    listed = [f"{r.label} {r.increase(scheme):+.3f}" for r in ranked]
+    listed = [f"{r.label} {show(r.increase(scheme), '+.3f')}" for r in ranked]
     return (
-        [f"Loss increase at {scheme} in nats, smallest first: {_join(listed)}."] if listed else []
+        [f"Loss increase in nats at {_explained(scheme)}, smallest first: {_join(listed)}."]
+        if listed
+        else []
     )
 
 
-def _damage(pair: Pair, scheme: str) -> str:
-    ours, theirs = pair.row.increase(scheme), pair.reference.increase(scheme)
-    if not (_known(ours) and _known(theirs)):
-        return f"at {scheme} no comparison ({nats(ours)} against {nats(theirs)})"
-    word = "less" if ours < theirs else "more" if ours > theirs else "as much"
-    text = f"at {scheme} it loses {word}, {ours:+.3f} against {theirs:+.3f}"
-    final, other = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
-    if _known(final) and _known(other):
-        place = "ahead" if final < other else "behind" if final > other else "level"
-        text += f", and ends {place} ({final:.3f} against {other:.3f})"
-    return text
+def _rounding_at(scheme: str, comparison: Comparison) -> list[str]:
+    """Who loses less, more or as much at a scheme, and who ends with the lower loss."""
+    name = _names(comparison)
+    known = [
+        p for p in comparison.judged if _known(p.row.increase(scheme), p.reference.increase(scheme))
+    ]
+    if not known:
+        return [f"At {scheme} no comparison: no pair has both its numbers."]
+
+    def listed(sign: int, of: Callable[[Pair, str], int], value: Callable[[Row], str]) -> str:
+        """The pairs on one side, with the two numbers unless these are the same."""
+        return _join(
+            [
+                name(p) + (f" ({value(p.row)} against {value(p.reference)})" if sign else "")
+                for p in known
+                if of(p, scheme) == sign
+            ]
+        )
+
+    def sentence(start: str, words: dict[int, str], of, value) -> str:
+        parts = [
+            f"{word} with {found}"
+            for sign, word in words.items()
+            if (found := listed(sign, of, value))
+        ]
+        return f"{start} {'; '.join(parts)}."
+
+    loses = {-1: "less", 1: "more", 0: "as much, within noise,"}
+    ends = {-1: "ahead", 1: "behind", 0: "level, within noise,"}
+    return [
+        sentence(
+            f"At {scheme} it loses", loses, _damage, lambda r: show(r.increase(scheme), "+.3f")
+        ),
+        sentence(f"At {scheme} it ends", ends, _place, lambda r: show(r.loss_under(scheme))),
+    ]
 
 
 def _inside(comparison: Comparison) -> list[str]:
+    pairs, name = comparison.judged, _names(comparison)
     sentences = []
-    for pair in comparison.pairs:
-        ours, theirs = pair.row, pair.reference
-        if not (_known(ours.kurtosis) and _known(theirs.kurtosis)):
-            continue
-        aim = "met" if ours.kurtosis < AIM_KURTOSIS else "missed"
-        parts = [
-            f"mean |kurtosis| {ours.kurtosis:,.2f} against {theirs.kurtosis:,.2f} "
-            f"(aim: below {AIM_KURTOSIS:g}, {aim})"
+
+    def each(of: Callable[[Row], float | None], form: str) -> tuple[list[Pair], str]:
+        known = [p for p in pairs if _known(of(p.row), of(p.reference))]
+        texts = [
+            f"{name(p)} {show(of(p.row), form)} against {show(of(p.reference), form)}"
+            for p in known
         ]
-        if ours.worst_site and theirs.worst_site:
-            here, there = ours.worst_site, theirs.worst_site
-            parts.append(
-                f"the worst tensor at {here['scheme']} keeps {here['sqnr']:.1f} against "
-                f"{there['sqnr']:.1f} dB"
-            )
-        if _known(ours.error) and _known(theirs.error):
-            parts.append(
-                f"the error that reaches the last layer, R_N, is {ours.error:.2f} against "
-                f"{theirs.error:.2f}"
-            )
-        sentences.append(f"{_subject(pair, comparison)}: " + "; ".join(parts) + ".")
-    if sentences:
-        warning = (
+        return known, _join(texts)
+
+    known, text = each(lambda r: r.kurtosis, ",.2f")
+    if known:
+        missed = [name(p) for p in known if p.row.kurtosis >= AIM_KURTOSIS]
+        aim = f"missed with {_join(missed)}" if missed else "met"
+        sentences.append(f"Mean |kurtosis|: {text} (aim: below {AIM_KURTOSIS:g}, {aim}).")
+    sqnr, text = each(lambda r: r.worst_site["sqnr"] if r.worst_site else None, ".1f")
+    if sqnr:
+        scheme = sqnr[0].row.worst_site["scheme"]
+        sentences.append(f"Decibels that the worst tensor keeps at {scheme}: {text}.")
+    errors, text = each(lambda r: r.error, ".2f")
+    if errors:
+        sentences.append(f"The error that reaches the last layer, R_N: {text}.")
+    if known:
+        sentences.append(
             "Low kurtosis makes each tensor easier to round but does not decide the loss: errors "
             "pass through every layer, so read it together with R_N and the losses above."
         )
-        sentences = [*sentences, warning]
     return sentences + _correlation(comparison)
 
 
 def _correlation(comparison: Comparison) -> list[str]:
     scheme = (headline_schemes(comparison) or [""])[-1]
-    known = [
-        r for r in comparison.rows if all(map(_known, (r.increase(scheme), r.error, r.kurtosis)))
-    ]
+    known = [r for r in comparison.rows if _known(r.increase(scheme), r.error, r.kurtosis)]
     damage = [r.increase(scheme) for r in known]
     by_error = spearman([r.error for r in known], damage)
     by_kurtosis = spearman([r.kurtosis for r in known], damage)
@@ -303,7 +376,7 @@ def _certainty(comparison: Comparison) -> list[str]:
             f"{number}; ± is the standard error over seeds"
             + (" (over held-out text where there is one seed)." if single else ".")
         ]
-    errors = [p.standard_error for p in comparison.pairs if _known(p.standard_error)]
+    errors = [p.standard_error for p in comparison.judged if _known(p.standard_error)]
     if errors:
         sentences.append(
             f"The standard error of a gap is at most {max(errors):.3f} nats (the two rows taken as "
