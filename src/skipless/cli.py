@@ -284,7 +284,7 @@ def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
 
     Args:
         runs: run directories; a directory that contains run directories stands for them.
-        out: where to write; PNG and JSON files go beside it.
+        out: where to write; its numbers (mine.json) and figures (mine-NAME.png) go beside it.
     """
     from skipless.report import build_report, find_runs, print_table
     from skipless.report.build import check_out
@@ -293,7 +293,8 @@ def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
     directories = find_runs(runs)
     path = build_report(directories, Path(out))
     print_table(directories)
-    print(path)
+    figures = len(list(path.parent.glob(f"{path.stem}-*.png")))
+    print(f"{path}  (beside it {path.stem}.json and {figures} figures, {path.stem}-*.png)")
 
 
 COMMANDS = {
