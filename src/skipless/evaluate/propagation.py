@@ -102,6 +102,7 @@ def site_sqnr(
         model, scheme, scope, calibration=calibration, include_head=include_head
     ), evaluation_mode(model):  # fmt: skip
         record = quantization(model)
+        assert record is not None, "quantized() left no record"
         if not record.activations and not include_weights:
             raise UserError(
                 f"{scheme} leaves activations in floating point, so that no site can be measured; "

@@ -233,7 +233,7 @@ def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False)
 
 
 def _quantize_weight(target: WeightTarget, scheme: Scheme) -> _Weight:
-    parameter = target.module.weight
+    parameter = target.parameter
     if parameter.is_meta:
         raise UserError(f"{target.name} is on the meta device; load or initialise the model first")
     if not bool(torch.isfinite(parameter).all()):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -37,6 +38,11 @@ class WeightTarget:
     layer: int | None
     transposed: bool
     """Stored as in x out (Conv1D), so that output channels are columns."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The weight itself."""
+        return cast(nn.Parameter, self.module.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +107,7 @@ def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, l
     A matrix is any parameter of two or more dimensions that is not in `weights`. Vectors (biases,
     gains of norms) are never quantised and not listed.
     """
-    heads, chosen = find_heads(model), {id(target.module.weight) for target in weights}
+    heads, chosen = find_heads(model), {id(target.parameter) for target in weights}
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         own = module.named_parameters(recurse=False)
@@ -119,7 +125,7 @@ def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, l
 def _check_groups(weights: list[WeightTarget], scheme: Scheme) -> None:
     """UserError for the first weight whose inputs the scheme's groups do not divide."""
     if scheme.group_size is not None:
-        widths = {t.name: t.module.weight.shape[0 if t.transposed else -1] for t in weights}
+        widths = {t.name: t.parameter.shape[0 if t.transposed else -1] for t in weights}
         check_groups(scheme.group_size, widths)
 
 
