@@ -45,6 +45,7 @@ def test_help_is_fast_and_without_torch(arguments):
         (["train", "demo-rf-kl", "--optim.lr"], "--optim.lr has no value"),
         (["list", "zzz"], "no recipe starts with 'zzz'"),
         (["list", "--optim.lr", "3"], "take settings"),
+        (["train", "runs/nothing"], "runs/nothing does not exist; name a run directory"),
         (["show", "nothing.json"], "nothing.json does not exist"),
         (["data", "prepare"], "needs at least one name"),
         (["data", "get", "shakespear"], "shakespeare"),

@@ -31,6 +31,10 @@ def read_config(name: str) -> RunConfig:
                 f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one"
             )
         return from_json(RunConfig, read_text(path), where=str(path))
+    if "/" in name:
+        raise UserError(
+            f"{name} does not exist; name a run directory, or a recipe (`skipless list` shows them)"
+        )
     return recipes.get(name)
 
 
