@@ -32,6 +32,7 @@ TINY = {
     "probe.final_tokens": "64",
     "evaluate.schemes": "W8A8,W4A4",
     "evaluate.num_tokens": "256",
+    "evaluate.quantize_tokens": "none",
     "evaluate.sample_tokens": "4",
 }
 """Overrides that make any recipe a matter of two seconds: 8 steps of 4 x 16 tokens."""

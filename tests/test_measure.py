@@ -1,5 +1,6 @@
 """Measuring a finished run: every file, nothing twice, and what goes wrong in one sentence."""
 
+import dataclasses
 import json
 import math
 
@@ -227,3 +228,12 @@ def test_batches_of_a_run_for_the_functions_that_want_some(run):
         ):
             with pytest.raises(UserError, match=r"skipless.measure.held_out_batches\(run\)"):
                 measure(wrong)
+
+
+def test_schemes_may_be_judged_on_fewer_tokens_than_the_loss(run):
+    settings = run.config.evaluate
+    fewer = run.config.replace(evaluate={"quantize_tokens": settings.num_tokens // 2})
+    run = dataclasses.replace(run, config=fewer)
+    whole, table = evaluate_run(run), quantize_run(run)
+    assert table["num_tokens"] == whole["num_tokens"] // 2
+    assert quantize_run(run, num_tokens=settings.num_tokens)["num_tokens"] == whole["num_tokens"]

@@ -156,6 +156,7 @@ def check_evaluate(config: Any) -> None:
     schemes("evaluate", config, "schemes")
     some("evaluate", config, "scopes", ("linear", "block", "all"))
     whole("evaluate", config, "num_tokens")
+    whole("evaluate", config, "quantize_tokens", or_none=True)
     whole("evaluate", config, "sample_tokens", low=0)
     text("evaluate", config, "prompt")
     parsed = scheme("evaluate", "error_scheme", config.error_scheme)

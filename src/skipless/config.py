@@ -331,6 +331,10 @@ class EvaluateConfig(Config):
     schemes: tuple[str, ...] = ("W8A12", "W8A8", "W8A6", "W8A5", "W8A4", "W4A4")
     scopes: tuple[Literal["linear", "block", "all"], ...] = ("linear", "block")
     num_tokens: int = 32_768
+    """Held-out tokens of the loss at full precision."""
+    quantize_tokens: int | None = None
+    """Held-out tokens of every scheme; None means num_tokens. What is compared is the increase over
+    full precision on the same tokens, which needs fewer of them than the loss itself."""
     error_scheme: str = "W4A4"
     """The scheme whose error R_l is followed through depth (S9)."""
     prompt: str = "The king said"

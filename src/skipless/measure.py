@@ -35,6 +35,11 @@ def _or(num_tokens: int | None, default: int) -> int:
     return default if num_tokens is None else num_tokens
 
 
+def _quantize_tokens(run: LoadedRun) -> int:
+    settings = run.config.evaluate
+    return _or(settings.quantize_tokens, settings.num_tokens)
+
+
 def held_out_batches(run: LoadedRun, num_tokens: int | None = None) -> list:
     """(input_ids, labels) pairs from the run's held-out documents, [batch, sequence_length].
 
@@ -57,7 +62,7 @@ def measured_from(run: LoadedRun) -> dict[str, dict[str, Any]]:
         "samples.json": {
             "step": run.step, "prompt": settings.prompt, "sample_tokens": settings.sample_tokens
         },
-        "quant.json": {"step": run.step, "num_tokens": settings.num_tokens},
+        "quant.json": {"step": run.step, "num_tokens": _quantize_tokens(run)},
         "probe.json": {
             "step": run.step, "num_tokens": probe.final_tokens, "stats": list(probe.stats)
         },
@@ -108,7 +113,7 @@ def quantize_run(
     parsed = list(dict.fromkeys(Scheme.parse(text) for text in schemes or settings.schemes))
     chosen_scopes = tuple(dict.fromkeys(scopes or settings.scopes))
     closer = _lowest(parsed) if schemes else Scheme.parse(settings.error_scheme)
-    num_tokens = _or(num_tokens, settings.num_tokens)
+    num_tokens = _or(num_tokens, _quantize_tokens(run))
     batches = held_out_batches(run, num_tokens)
     is_static = any(not scheme.dynamic for scheme in (*parsed, closer))
     calibration = calibration_batches(run) if is_static else None

@@ -7,8 +7,6 @@ the demo").
 
 from __future__ import annotations
 
-import dataclasses
-
 from skipless.config import (
     DataConfig,
     EvaluateConfig,
@@ -52,7 +50,7 @@ def _base() -> RunConfig:
             num_threads=1,
         ),
         probe=ProbeConfig(every=50),
-        evaluate=EvaluateConfig(),
+        evaluate=EvaluateConfig(quantize_tokens=16_384),
     )
 
 
@@ -149,7 +147,7 @@ def fast(config: RunConfig) -> RunConfig:
         model={"hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 8},
         train={"num_tokens": 40_960, "warmup_steps": 8, "eval_every": 20, "eval_tokens": 4_096},
         probe={"every": 10, "num_tokens": 1_024, "final_tokens": 4_096},
-        evaluate=dataclasses.replace(config.evaluate, num_tokens=8_192, sample_tokens=24),
+        evaluate={"num_tokens": 8_192, "quantize_tokens": 8_192, "sample_tokens": 24},
     )
 
 

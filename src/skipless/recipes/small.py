@@ -28,7 +28,7 @@ def _small(row: RunConfig) -> RunConfig:
             "checkpoint_every": 50,
         },
         probe={"every": 200},
-        evaluate={"num_tokens": 131_072},
+        evaluate={"num_tokens": 131_072, "quantize_tokens": 32_768},
     )
 
 
