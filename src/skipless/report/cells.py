@@ -95,7 +95,10 @@ def rows_table(comparison: Comparison, styles: dict[str, Look]) -> str:
                     if pair is None or pair.established or pair.gap is None
                     else "not established",
                 ),
-                cell(show(row.perplexity, ".1f"), f"{show(row.bits_per_byte)} bits/byte"),
+                cell(
+                    show(row.perplexity, ".1f"),
+                    "" if row.bits_per_byte is None else f"{show(row.bits_per_byte)} bits/byte",
+                ),
                 cell(show(row.kurtosis, ".2f" if (row.kurtosis or 0) < 100 else ",.0f")),
                 cell(
                     "–" if worst is None else f"{show(worst['sqnr'], '.1f')} dB",
@@ -110,7 +113,7 @@ def rows_table(comparison: Comparison, styles: dict[str, Look]) -> str:
         )
     scheme = next((r.worst_site["scheme"] for r in comparison.rows if r.worst_site), None)
     at = f"<small>at {escape(str(scheme))}</small>" if scheme else ""
-    error_at = next((r.error_scheme for r in comparison.rows if r.error_scheme), None)
+    error_at = comparison.error_scheme
     error = f"<small>at {escape(error_at)}</small>" if error_at else ""
     head = [
         "model",

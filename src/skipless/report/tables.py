@@ -153,6 +153,13 @@ class Comparison:
         gains = [r.unigram_loss - r.loss for r in self.rows if not _unknown(r.loss)]
         return max(gains, default=None)
 
+    @property
+    def error_scheme(self) -> str | None:
+        """The scheme, or schemes, that the rows' R_N belong to."""
+        return (
+            " / ".join(dict.fromkeys(r.error_scheme for r in self.rows if r.error_scheme)) or None
+        )
+
     def schemes(self, scope: str) -> list[str]:
         """Every scheme measured in a scope, from gentle to harsh, as the runs list them."""
         return list(dict.fromkeys(s for row in self.rows for s in row.precision.get(scope, {})))

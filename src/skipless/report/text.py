@@ -21,7 +21,8 @@ def summary_table(comparison: Comparison) -> Any:
     schemes = headline_schemes(comparison)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("model", overflow="fold")
-    for heading in ("held-out loss", "gap", *(f"+{s}" for s in schemes), "mean |g|", "R_N"):
+    error = f"R_N {comparison.error_scheme}" if comparison.error_scheme else "R_N"
+    for heading in ("held-out loss", "gap", *(f"+{s}" for s in schemes), "mean |g|", error):
         table.add_column(heading, justify="right", no_wrap=True)
     gaps = {pair.row.label: pair.gap for pair in comparison.pairs}
     for row in comparison.rows:
