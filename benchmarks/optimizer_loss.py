@@ -8,7 +8,8 @@ Two experiments on one model (8 layers, width 128, shakespeare + kjv, 300,000 to
   parity   KL-Shampoo's default mode and its reference mode, 3 seeds each, from the same start. The
            default must not buy its speed with loss.
   table    six optimisers of the hidden matrices, with and without skip connections, each at the
-           same four learning rates. Updates have AdamW's size (`update_rms=0.2`, Muon's "rms").
+           same three learning rates, and at further ones by factors of two while the best is the
+           last. Updates have AdamW's size (`update_rms=0.2`, Muon's "rms").
 
 Figures (nats, lower is better):
 
@@ -34,7 +35,8 @@ from skipless.recipes.optimizers import KINDS, METHODS
 from skipless.rundir import write_atomic
 from skipless.sweep import run_sweep
 
-RATES = ("1e-3", "2e-3", "4e-3", "8e-3")
+RATES = ("1e-3", "2e-3", "4e-3")
+FURTHER = 3  # times that the grid may grow
 SEEDS = ("0", "1", "2")
 FAST, REFERENCE = "optim-parity-fast", "optim-parity-reference"
 Losses = dict[str, dict[str, float]]
@@ -48,6 +50,32 @@ def losses(names: Iterable[str], setting: str, values: tuple[str, ...], **sweep)
         loss = row["held_out_loss"]
         found.setdefault(row["recipe"], {})[row[setting]] = float("inf") if loss is None else loss
     return found
+
+
+def searched(names: Iterable[str], rates: tuple[str, ...], further: int, **sweep) -> Losses:
+    """`losses` at `rates`, then at half the lowest or twice the highest for recipes whose best is
+    there, at most `further` times. Rates of a recipe are in ascending order."""
+    found = losses(names, "optim.lr", rates, **sweep)
+    for _ in range(further):
+        wanted: dict[str, list[str]] = {}
+        for name, row in found.items():
+            grid = sorted(row, key=float)
+            best = min(row, key=row.__getitem__)
+            if best == grid[0]:
+                wanted.setdefault(spelled(float(best) / 2), []).append(name)
+            elif best == grid[-1]:
+                wanted.setdefault(spelled(float(best) * 2), []).append(name)
+        for rate, group in wanted.items():
+            for name, row in losses(group, "optim.lr", (rate,), **sweep).items():
+                found[name] |= row
+    return {
+        name: dict(sorted(row.items(), key=lambda x: float(x[0]))) for name, row in found.items()
+    }
+
+
+def spelled(rate: float) -> str:
+    """5e-4 rather than 0.0005: as rates are written here."""
+    return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
 def print_parity(found: Losses) -> dict[str, dict]:
@@ -74,13 +102,14 @@ def print_table(found: Losses) -> dict[str, dict]:
             for method in METHODS
             if f"optim-{kind}-{method}" in found
         }
-        rates = list(next(iter(rows.values())))
+        rates = sorted({rate for row in rows.values() for rate in row}, key=float)
         print(f"\n| {words} | " + " | ".join(f"lr {rate}" for rate in rates) + " |")
         print("|---" * (len(rates) + 1) + "|")
         for label, row in rows.items():
-            best = min(row.values())
-            cells = (f"**{x:.3f}**" if x == best else f"{x:.3f}" for x in row.values())
-            print(f"| {label} | " + " | ".join(cells) + " |")
+            cells = {rate: f"{loss:.3f}" for rate, loss in row.items()}
+            best = min(row, key=row.__getitem__)
+            cells[best] = f"**{cells[best]}**"
+            print(f"| {label} | " + " | ".join(cells.get(rate, "") for rate in rates) + " |")
         adamw = min(rows["AdamW"], key=rows["AdamW"].__getitem__)
         for row in rows.values():
             near = (x for rate, x in row.items() if 0.49 < float(rate) / float(adamw) < 2.01)
@@ -95,6 +124,7 @@ def plot(found: Losses, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
+    rates = sorted({rate for row in found.values() for rate in row}, key=float)
     with matplotlib.rc_context({"svg.hashsalt": "skipless", "font.size": 9}):
         figure = Figure(figsize=(8, 3.4), layout="constrained")
         panels = figure.subplots(1, len(KINDS), sharey=True)
@@ -102,10 +132,10 @@ def plot(found: Losses, path: Path) -> None:
             for (method, (label, _)), marker in zip(METHODS.items(), "os^vDP", strict=True):
                 row = found.get(f"optim-{kind}-{method}")
                 if row:
-                    rates = [float(rate) for rate in row]
-                    axes.plot(rates, list(row.values()), marker=marker, markersize=4, label=label)
+                    at = [float(rate) for rate in row]
+                    axes.plot(at, list(row.values()), marker=marker, markersize=4, label=label)
             axes.set_xscale("log", base=2)
-            axes.set_xticks([float(r) for r in RATES], RATES)
+            axes.set_xticks([float(rate) for rate in rates], rates)
             axes.set_title(words)
             axes.set_xlabel("learning rate of hidden matrices")
             axes.grid(alpha=0.3)
@@ -134,9 +164,9 @@ def main() -> None:
         (FAST, REFERENCE), "train.seed", SEEDS[:1] if quick else SEEDS,
         out=out / "parity", **common,
     )  # fmt: skip
-    table = losses(
-        (f"optim-{kind}-{method}" for kind in KINDS for method in methods), "optim.lr",
-        RATES[1:3] if quick else RATES, out=out / "table", **common,
+    table = searched(
+        (f"optim-{kind}-{method}" for kind in KINDS for method in methods),
+        RATES[:2] if quick else RATES, 0 if quick else FURTHER, out=out / "table", **common,
     )  # fmt: skip
     figures = print_parity(parity) | print_table(table)
     if options.plot:
