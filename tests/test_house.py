@@ -19,7 +19,7 @@ ORDER = [
     ("rundir", "sites"),
     ("heads",),
     ("recipes", "model", "optim", "data", "probes"),
-    ("quant",),
+    ("quant", "pretrained"),
     ("evaluate",),
     ("train",),
     ("measure", "surgery", "hf", "export"),

