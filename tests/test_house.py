@@ -26,8 +26,9 @@ ORDER = [
     ("report",),
     ("rows",),
     ("demo",),
-    ("sweep",),
+    ("sweep", "connections"),
     ("arguments", "terminal"),
+    ("comparing",),
     ("cli",),
     ("__main__",),
 ]

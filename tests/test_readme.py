@@ -6,6 +6,7 @@ processes of their own are replaced by a trained run. `make ...` is planned with
 docs/log.md is a dated record and left out.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -87,13 +88,15 @@ def test_torchrun_lines_parse(words):
 
 @pytest.fixture
 def stand_in(monkeypatch, copy_run):
-    """Rows of demo and sweep become copies of the tiny run; nothing is downloaded for them."""
+    """Rows in processes of their own become copies of the tiny run; nothing is downloaded."""
 
     def train_rows(rows, jobs=None):
         for row in rows:
             copy_run(row.directory)
+            config = row.directory / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"name": row.recipe}))
 
-    for module in ("demo", "sweep"):
+    for module in ("demo", "sweep", "connections"):
         monkeypatch.setattr(f"skipless.{module}.train_rows", train_rows)
         monkeypatch.setattr(f"skipless.{module}.prepare_data", lambda config: None)
 

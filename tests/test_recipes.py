@@ -41,8 +41,9 @@ def test_every_recipe_builds_and_survives_json(name):
 
 def _shrunk(model):
     return dataclasses.replace(
-        model, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16
-    )
+        model, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, vocab_size=16,
+        connection_overrides=(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FULL)

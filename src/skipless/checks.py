@@ -142,7 +142,7 @@ def check_train(config: Any) -> None:
 
 def check_probe(config: Any) -> None:
     """Every setting of `ProbeConfig`; UserError for the first that cannot be meant."""
-    whole("probe", config, "every", low=0)
+    whole("probe", config, "every", "trace_every", low=0)
     whole("probe", config, "num_tokens", "final_tokens")
     some("probe", config, "stats", PROBE_STATS)
     if "moments" not in config.stats:

@@ -24,6 +24,7 @@ from skipless.arguments import (
     split_settings,
     what_to_train,
 )
+from skipless.comparing import compare_connections
 from skipless.errors import UserError, suggestion
 from skipless.terminal import (
     check_schemes,
@@ -304,12 +305,14 @@ COMMANDS = {
     "data": data,
     "train": train,
     "sweep": sweep,
+    "compare-connections": compare_connections,
     "eval": eval_,
     "probe": probe,
     "quantize": quantize,
     "report": report,
 }
-RESUMING = ("demo", "train", "sweep")
+RESUMING = ("demo", "train", "sweep", "compare-connections")
+SETTABLE = ("train", "sweep", "compare-connections")
 
 
 def _load(run: str) -> Any:
@@ -334,17 +337,14 @@ def _run(arguments: list[str]) -> None:
             f"{suggestion(arguments[0], COMMANDS, noun='command')}"
         )
     arguments, settings = split_settings(arguments)
-    if settings and (not arguments or arguments[0] not in ("train", "sweep")):
+    if settings and (not arguments or arguments[0] not in SETTABLE):
         raise UserError(
-            f"--{next(iter(settings))} is a setting of a run; only `skipless train` and "
-            "`skipless sweep` take settings"
+            f"--{next(iter(settings))} is a setting of a run; only `skipless train`, "
+            "`sweep` and `compare-connections` take settings"
         )
     tyro.extras.subcommand_cli_from_dict(
         COMMANDS
-        | {
-            name: functools.partial(COMMANDS[name], overrides=settings)
-            for name in ("train", "sweep")
-        },
+        | {name: functools.partial(COMMANDS[name], overrides=settings) for name in SETTABLE},
         prog="skipless",
         description=(__doc__ or "").splitlines()[0] + " `skipless --version` tells the version.",
         args=arguments,

@@ -161,7 +161,8 @@ class ModelConfig(Config):
     rope_theta: float = 10_000.0
     causal: bool = True
     num_labels: int | None = None
-    """A number replaces the language-model head by a classification head over pooled tokens."""
+    """A number replaces the language-model head by a classification head over pooled tokens. In
+    training the label of a passage is its source, so it is the number of data.sources."""
     attention_implementation: Literal["sdpa", "eager"] = "sdpa"
     connection: ConnectionConfig = field(default_factory=ConnectionConfig)
     connection_overrides: tuple[ConnectionOverride, ...] = ()
@@ -314,6 +315,9 @@ class ProbeConfig(Config):
 
     every: int = 50
     """Steps between measurements; 0 means only at the end."""
+    trace_every: int = 0
+    """Steps between gradient norms by layer and mean gains in metrics.jsonl, which cost next to
+    nothing; the first step is one of them. 0 means none."""
     num_tokens: int = 2_048
     """Held-out tokens per measurement during training."""
     final_tokens: int = 16_384

@@ -3,7 +3,7 @@
 Each function loads nothing itself; it takes a `LoadedRun` (`skipless.train.load_run`) and writes
 one file into the run directory, which the report then reads:
 
-    evaluate_run  -> eval.json      held-out loss, perplexity, bits per byte
+    evaluate_run  -> eval.json      held-out loss, perplexity, bits per byte; accuracy
     quantize_run  -> quant.json     loss at every scheme and scope; R_l by depth (S9); SQNR (S3)
     probe_run     -> probe.json     statistics of every site (S1-S3, S7, S8, S10)
     sample_run    -> samples.json   greedy and sampled text
@@ -41,17 +41,16 @@ def _quantize_tokens(run: LoadedRun) -> int:
 
 
 def held_out_batches(run: LoadedRun, num_tokens: int | None = None) -> list:
-    """(input_ids, labels) pairs from the run's held-out documents, [batch, sequence_length].
+    """(input_ids, labels) pairs from the run's held-out documents, [batch, sequence_length]; labels
+    [batch] if the model classifies.
 
     What `skipless.evaluate` measures on; None takes the run's evaluate.num_tokens.
     """
-    from skipless.data import evaluation_batches
+    from skipless.data import open_batches
 
-    train = run.config.train
     num_tokens = _or(num_tokens, run.config.evaluate.num_tokens)
-    return evaluation_batches(
-        run.data.held_out, train.sequence_length, max(train.batch_size, 16), num_tokens
-    )
+    size = max(run.config.train.batch_size, 16)
+    return open_batches(run.config, run.data, "held_out", size, num_tokens)
 
 
 def measured_from(run: LoadedRun) -> dict[str, dict[str, Any]]:
@@ -70,11 +69,27 @@ def measured_from(run: LoadedRun) -> dict[str, dict[str, Any]]:
 
 
 def evaluate_run(run: LoadedRun, *, num_tokens: int | None = None) -> dict[str, Any]:
-    """Held-out loss in nats with its standard error, perplexity, bits per byte -> eval.json."""
-    from skipless.evaluate import loss
+    """Held-out loss in nats with its standard error, perplexity, bits per byte -> eval.json.
+
+    For a classifier accuracy with its standard error, loss a passage and recall by label.
+    """
+    from skipless.evaluate import accuracy, loss
 
     num_tokens = _or(num_tokens, run.config.evaluate.num_tokens)
     batches = held_out_batches(run, num_tokens)
+    measured = measured_from(run)["eval.json"] | {"num_tokens": num_tokens}
+    if run.config.model.num_labels is not None:
+        found = accuracy(run.model, batches)
+        result = {
+            "accuracy": found.accuracy,
+            "standard_error": found.standard_error,
+            "held_out_loss": found.nats,
+            "recall": dict(zip(run.data.sources, found.recall, strict=True)),
+            "num_passages": found.num_passages,
+            "measured": measured,
+        }
+        RunDir(run.path).write_json("eval.json", result)
+        return result
     report = loss(run.model, batches, bytes_per_token=run.data.bytes_per_token)
     result = {
         "held_out_loss": report.nats,
@@ -82,7 +97,7 @@ def evaluate_run(run: LoadedRun, *, num_tokens: int | None = None) -> dict[str, 
         "bits_per_byte": report.bits_per_byte,
         "num_tokens": report.num_tokens,
         "standard_error": report.standard_error,
-        "measured": measured_from(run)["eval.json"] | {"num_tokens": num_tokens},
+        "measured": measured,
     }
     RunDir(run.path).write_json("eval.json", result)
     return result
@@ -109,6 +124,7 @@ def quantize_run(
     from skipless.evaluate import error_propagation, precision_table, sensitivity, site_sqnr
     from skipless.quant import Scheme
 
+    _need_language_model(run, "quantised loss")
     settings = run.config.evaluate
     parsed = list(dict.fromkeys(Scheme.parse(text) for text in schemes or settings.schemes))
     chosen_scopes = tuple(dict.fromkeys(scopes or settings.scopes))
@@ -151,12 +167,18 @@ def _lowest(schemes: list) -> Any:
 
 def calibration_batches(run: LoadedRun) -> list:
     """A few batches of the training text, for the fixed ranges of static schemes."""
-    from skipless.data import evaluation_batches
+    from skipless.data import open_batches
 
-    train = run.config.train
-    return evaluation_batches(
-        run.data.train, train.sequence_length, max(train.batch_size, 16), CALIBRATION_TOKENS
-    )
+    size = max(run.config.train.batch_size, 16)
+    return open_batches(run.config, run.data, "train", size, CALIBRATION_TOKENS)
+
+
+def _need_language_model(run: LoadedRun, what: str) -> None:
+    if run.config.model.num_labels is not None:
+        raise UserError(
+            f"{run.path} holds a classifier and {what} needs a language model; `skipless eval` and "
+            "`skipless probe` work on both"
+        )
 
 
 def _keep_table(run: LoadedRun, result: dict[str, Any], say: Say) -> None:
@@ -223,6 +245,7 @@ def sample_run(run: LoadedRun, *, prompt: str | None = None) -> dict[str, Any]:
     """Greedy and sampled (temperature 0.8, top 40, seed 0) continuations -> samples.json."""
     import torch
 
+    _need_language_model(run, "a sample")
     settings = run.config.evaluate
     prompt = prompt if prompt is not None else settings.prompt
     ids = run.tokenizer.encode(prompt)
@@ -250,7 +273,10 @@ def sample_run(run: LoadedRun, *, prompt: str | None = None) -> dict[str, Any]:
 
 
 def measure_all(run: LoadedRun, *, say: Say = _quiet) -> None:
-    """Everything a report shows, skipping what the run directory holds of these very weights."""
+    """Everything a report shows, skipping what the run directory holds of these very weights.
+
+    A classifier has no quantised loss and no samples.
+    """
     directory = RunDir(run.path)
     steps: dict[str, Callable[[], Any]] = {
         "eval.json": lambda: evaluate_run(run),
@@ -259,6 +285,8 @@ def measure_all(run: LoadedRun, *, say: Say = _quiet) -> None:
         "probe.json": lambda: probe_run(run),
     }
     wanted = measured_from(run)
+    if run.config.model.num_labels is not None:
+        del steps["samples.json"], steps["quant.json"]
     for name, step in steps.items():
         found = _read(directory, name)
         if found.get("measured") != wanted[name] or (

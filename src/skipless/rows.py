@@ -24,6 +24,7 @@ from skipless.rundir import CONFIG, RunDir, json_row, make_directory
 MEASURE_SHARE = 0.15
 """Measuring a row takes about this share of training it (8 layers of width 128)."""
 POLL_SECONDS = 0.3
+MOST_BARS = 12
 LINE_SECONDS = 20.0
 """Off a terminal a line of progress is printed this often."""
 
@@ -131,16 +132,20 @@ def train_rows(rows: list[Row], jobs: int | None = None) -> None:
                     row = waiting.pop(0)
                     row.start()
                     running.append(row)
-                    tasks[row.recipe] = bar.add_task(row.recipe, total=row.num_steps, note="")
+                    name = row.directory.name
+                    tasks[name] = bar.add_task(name, total=row.num_steps, note="")
                 time.sleep(POLL_SECONDS)
                 for row in list(running):
                     row.read_progress()
                     note = "measuring" if row.step >= row.num_steps else row.shown_loss
-                    bar.update(tasks[row.recipe], completed=row.step, note=note)
+                    task = tasks[row.directory.name]
+                    bar.update(task, completed=row.step, note=note)
                     if row.process is not None and row.process.poll() is not None:
                         row.finish()
                         running.remove(row)
-                        bar.update(tasks[row.recipe], note="failed" if row.error else "done")
+                        note = "failed" if row.error else "done"
+                        # bars of many finished rows would push the running ones off the screen
+                        bar.update(task, note=note, visible=len(rows) <= MOST_BARS)
                 bar.update(whole, completed=round(sum(row.done for row in rows)))
                 if bar.disable and time.monotonic() - last_line > LINE_SECONDS:
                     last_line = time.monotonic()

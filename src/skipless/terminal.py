@@ -45,7 +45,13 @@ def check_schemes(run: str, schemes: Iterable[str]) -> None:
 
 
 def evaluation_line(result: dict[str, Any]) -> str:
-    """Of eval.json: loss, perplexity, bits per byte; what is not known is left out or said."""
+    """Of eval.json: loss, perplexity, bits per byte, or accuracy; what is not known is left out or
+    said."""
+    if "accuracy" in result:
+        return (
+            f"accuracy {result['accuracy']:.2%} ± {result['standard_error']:.2%}, loss "
+            f"{result['held_out_loss']:.4f} nats ({result['num_passages']} held-out passages)"
+        )
     error, bits = result["standard_error"], result["bits_per_byte"]
     return (
         f"loss {result['held_out_loss']:.4f}"

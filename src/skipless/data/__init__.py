@@ -14,6 +14,7 @@ from skipless.data import fetching, hub
 from skipless.data.catalog import SOURCES
 from skipless.data.documents import Document, read_path
 from skipless.data.fetching import UnreachableError, cache_dir
+from skipless.data.labelled import open_batches, open_loader
 from skipless.data.loader import Loader, evaluation_batches
 from skipless.data.preparing import PreparedData, prepare
 from skipless.data.shards import Shard, write_shard
@@ -30,6 +31,8 @@ __all__ = [
     "evaluation_batches",
     "fetch",
     "load_tokenizer",
+    "open_batches",
+    "open_loader",
     "prepare",
     "read_path",
     "sources",

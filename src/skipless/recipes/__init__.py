@@ -46,4 +46,10 @@ def describe(name: str) -> str:
     return f"{text} [{paper}]" if paper else text
 
 
-from skipless.recipes import demo, full, optimizers, small  # noqa: E402, F401  (they register themselves)
+from skipless.recipes import (  # noqa: E402, F401  (they register themselves)
+    connections,
+    demo,
+    full,
+    optimizers,
+    small,
+)

@@ -41,15 +41,15 @@ def page(
         f"<h1>{escape(title)}</h1>",
         *(f"<p>{escape(sentence)}</p>" for sentence in INTRODUCTION),
         _verdict(statements),
-        _section("The rows", rows_table(comparison, styles)),
-        _section("Loss by precision", precision_tables(comparison, styles)),
+        section("The rows", rows_table(comparison, styles)),
+        section("Loss by precision", precision_tables(comparison, styles)),
         _missing(comparison, without),
-        _section("Figures", "".join(map(_figure, figures)) or "<p>No figure has numbers.</p>"),
+        section("Figures", "".join(map(figure_html, figures)) or "<p>No figure has numbers.</p>"),
         _samples(comparison, styles),
-        _section("What the numbers mean", _glossary()),
-        _section("Settings", _settings(comparison)),
-        _section("Machine", _machine(comparison)),
-        _section("Make it again", _commands(comparison, command)),
+        section("What the numbers mean", _glossary()),
+        section("Settings", _settings(comparison)),
+        section("Machine", _machine(comparison)),
+        section("Make it again", _commands(comparison, command)),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -62,7 +62,8 @@ def page(
     )
 
 
-def _section(heading: str, body: str) -> str:
+def section(heading: str, body: str) -> str:
+    """A section under its heading (escaped); nothing for an empty body."""
     return f"<section>\n<h2>{escape(heading)}</h2>\n{body}\n</section>" if body else ""
 
 
@@ -75,7 +76,7 @@ def _verdict(statements: Sequence[Statement]) -> str:
         points = "".join(f"<li>{escape(s)}</li>" for s in statement.sentences)
         lead = f"<p class=note>{escape(statement.lead)}</p>" if statement.lead else ""
         items.append(f"<dt>{escape(statement.topic)}</dt><dd>{lead}<ul>{points}</ul></dd>")
-    return _section("The verdict", f'{lede}\n<dl class="findings">{"".join(items)}</dl>')
+    return section("The verdict", f'{lede}\n<dl class="findings">{"".join(items)}</dl>')
 
 
 def _missing(comparison: Comparison, without: Sequence[str]) -> str:
@@ -87,7 +88,8 @@ def _missing(comparison: Comparison, without: Sequence[str]) -> str:
     return f'<section class="missing">\n<h3>What is missing</h3>\n<ul>{listed}</ul>\n</section>'
 
 
-def _figure(figure: Figure) -> str:
+def figure_html(figure: Figure) -> str:
+    """A figure with its title and caption."""
     return (
         f"<figure>\n<h3>{escape(figure.title)}</h3>\n<figcaption>{escape(figure.caption)}"
         f"</figcaption>\n<div class=plot tabindex=0>\n{figure.svg}\n</div>\n</figure>"
@@ -112,7 +114,7 @@ def _samples(comparison: Comparison, styles: dict[str, Look]) -> str:
                 f'<div class="sample"><h3>{swatch(styles[row.label])}'
                 f"{escape(row.label)}</h3>{texts}</div>"
             )
-    return _section(
+    return section(
         "What they write", f'<div class="samples">{"".join(cards)}</div>' if cards else ""
     )
 

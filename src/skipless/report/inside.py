@@ -56,7 +56,7 @@ def gradients_by_depth(run: RunData, which: int) -> Curve:
     points = [
         (layer, v)
         for key in norms
-        if (layer := _layer(key)) is not None and (v := number(norms, key)) is not None
+        if (layer := layer_of(key)) is not None and (v := number(norms, key)) is not None
     ]
     points.sort()
     return [float(x) for x, _ in points], [y for _, y in points]
@@ -84,7 +84,8 @@ def gains_over_time(run: RunData, gain: str) -> Curve:
     return over_time(run, value)
 
 
-def _layer(key: str) -> int | None:
+def layer_of(key: str) -> int | None:
+    """The layer a name belongs to: 3 of "3" and "layers.3.mlp"; None where there is none."""
     found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", str(key))
     return int(found.group(1)) if found else None
 

@@ -57,7 +57,7 @@ def _loss_curves(pen: Pen, axes: Any) -> None:
         if top > low:
             both.set_ylim(low - 0.05 * (top - low), top + 0.08 * (top - low))
     both.set(xlabel="training tokens", ylabel="loss (nats per token)")
-    both.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+    both.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
 
 
 def _loss_by_precision(pen: Pen, axes: Any) -> None:
@@ -103,7 +103,7 @@ def _kurtosis(pen: Pen, axes: Any) -> None:
         xlabel="training tokens",
         ylabel="mean |excess kurtosis|",
     )
-    time.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+    time.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
 
 
 def _kurtosis_over_time(run: RunData) -> Curve:
@@ -164,7 +164,7 @@ def _gains(pen: Pen, axes: Any) -> None:
         panel.set(title=title, xlabel="training tokens", ylabel=f"mean of {gain} over the joins")
         low, high = panel.get_ylim()
         panel.set_ylim(min(low, -0.05), max(high, 1.05))
-        panel.xaxis.set_major_formatter(lambda value, _: _tokens(value))
+        panel.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
 
 
 def _stream(pen: Pen, axes: Any) -> None:
@@ -263,7 +263,8 @@ def draw_all(comparison: Comparison) -> tuple[list[Figure], list[str]]:
     return figures, without
 
 
-def _tokens(value: float) -> str:
+def tokens_text(value: float) -> str:
+    """A number of tokens for an axis: 300k, 5M."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"

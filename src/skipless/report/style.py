@@ -34,7 +34,20 @@ PALETTE = {
         ("#0b3d91", "#8fb8ff"),
         ("#3f7f8c", "#8ee0d8"),
     ),
-    "mixed": (("#4d7a3a", "#9fd486"), ("#6b6b6b", "#b8b8b8"), ("#7d8a2e", "#d3de7a")),
+    "mixed": (
+        ("#4d7a3a", "#9fd486"),
+        ("#6b6b6b", "#b8b8b8"),
+        ("#7d8a2e", "#d3de7a"),
+        ("#9a5fb0", "#d9a8ec"),
+        ("#0f7f6b", "#5fd9c1"),
+        ("#a85a3a", "#f0b090"),
+        ("#3d6f8e", "#97cbe8"),
+        ("#c04a86", "#ff9ccb"),
+        ("#8a6d00", "#e6cf6a"),
+        ("#7a5c8e", "#c9b2dd"),
+        ("#2f7d32", "#7fdc84"),
+        ("#5a5f2c", "#c0c78a"),
+    ),
 }
 
 # (dashes or line style, marker) by optimiser.

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from skipless.config import RunConfig
-from skipless.data import Loader, PreparedData, evaluation_batches, prepare
+from skipless.data import PreparedData, open_batches, open_loader, prepare
 from skipless.errors import UserError
 from skipless.log import say
 from skipless.model import Transformer, initialize
@@ -48,6 +48,7 @@ from skipless.train.measure import (
     probe_origin,
     probe_row,
     step_numbers,
+    trace,
 )
 from skipless.train.memory import keep_freed_memory
 from skipless.train.metrics import METRICS, Metrics, Silent, reporter
@@ -131,10 +132,7 @@ class Loop:
         # Batches: training ones by step, cut into micro-batches; fixed held-out ones.
         share = self.settings.batch_size // world.size
         self.micro_batch_size = min(self.settings.micro_batch_size or share, share)
-        self.loader = Loader(
-            data.train, self.settings.sequence_length, self.settings.batch_size,
-            self.settings.seed, world.rank, world.size,
-        )  # fmt: skip
+        self.loader = open_loader(config, data, world.rank, world.size)
 
         self.model = self.build_model()
         if self.settings.compile:
@@ -213,6 +211,7 @@ class Loop:
 
         batch = self.loader.batch(step)
         loss = self.backward(batch)
+        traced = trace(self.model, step + 1, every=self.config.probe.trace_every)
         norm = clip(self.model.parameters(), self.settings.max_grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             numbers = {"loss": loss, "gradient norm": norm}
@@ -235,7 +234,7 @@ class Loop:
             "lr": self.config.optim.lr * multiplier, "grad_norm": norm,
             "seconds": now - self.started,
         }  # fmt: skip
-        self.metrics.row(row)
+        self.metrics.row(row | traced)
         self.at = Position(
             step=step + 1, tokens=row["tokens"], seconds=row["seconds"], pending=pending
         )
@@ -322,9 +321,7 @@ class Loop:
         return result
 
     def held_out_batches(self, num_tokens: int) -> list[Batch]:
-        return evaluation_batches(
-            self.data.held_out, self.settings.sequence_length, self.micro_batch_size, num_tokens
-        )
+        return open_batches(self.config, self.data, "held_out", self.micro_batch_size, num_tokens)
 
     def held_out(self) -> dict[str, float]:
         """The held-out loss in nats and in bits per byte, as metrics.jsonl names them."""
@@ -335,8 +332,10 @@ class Loop:
         )  # fmt: skip
         if not math.isfinite(nats):
             self.stop_non_finite(self.at.step, batches, {"held-out loss": nats})
-        bits = bits_per_byte(nats, self.data.bytes_per_token)
-        return {"held_out_loss": nats, "held_out_bits_per_byte": bits}
+        found: dict[str, float] = {"held_out_loss": nats}
+        if self.config.model.num_labels is None:  # nats a label are no measure of bytes
+            found["held_out_bits_per_byte"] = bits_per_byte(nats, self.data.bytes_per_token)
+        return found
 
     def probe(self, num_tokens: int) -> dict[str, Any]:
         """One row of probes.jsonl at the present step."""

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from skipless.config import ProbeConfig, RunConfig
-from skipless.data import PreparedData, evaluation_batches
+from skipless.data import PreparedData, open_batches
 from skipless.errors import UserError
-from skipless.probes import Probe, isometry_drift
+from skipless.probes import Probe, gradient_norms, isometry_drift
 from skipless.train.distributed import World, reshard, uncompiled
 from skipless.train.precision import autocast
 
@@ -127,6 +127,21 @@ def probe_row(
     }
 
 
+def trace(model: nn.Module, step: int, *, every: int) -> dict[str, Any]:
+    """What `probe.trace_every` adds to a row of metrics.jsonl, between backward and clipping:
+    gradient norm by layer, and each gain the gradient was taken at, of channels the mean |gain|.
+
+    Empty where `step` (from 1) is neither the first nor a multiple of `every`. Every rank calls.
+    """
+    if not every or (step > 1 and step % every):
+        return {}
+    gains = {
+        name: plain(value.float().abs().mean() if value.numel() > 1 else value.float().sum())
+        for name, value in model.gains().items()
+    }
+    return {"gradient_norms": gradient_norms(model), "gains": gains}
+
+
 def measure_sites(
     model: nn.Module,
     config: RunConfig,
@@ -142,7 +157,7 @@ def measure_sites(
     """
     num_tokens = config.probe.final_tokens if final else config.probe.num_tokens
     size = config.train.micro_batch_size or config.train.batch_size
-    batches = evaluation_batches(data.held_out, config.train.sequence_length, size, num_tokens)
+    batches = open_batches(config, data, "held_out", size, num_tokens)
     world = World(device=next(model.parameters()).device)
     pending: dict[str, Any] = {"gradient_norms": {}, **step_numbers([])}
     step = config.train.num_steps if step is None else step

@@ -38,8 +38,9 @@ class TrainResult:
     loss: float
     """Of the last training batch, nats per token; NaN if the log does not tell."""
     held_out_loss: float
-    """Nats per token."""
-    held_out_bits_per_byte: float
+    """Nats per token, or per label of a classifier."""
+    held_out_bits_per_byte: float | None = None
+    """None for a classifier."""
     seconds: float
     """Training time over all resumptions, measurements included."""
     peak_memory_bytes: int = 0

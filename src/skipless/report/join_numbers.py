@@ -1,0 +1,360 @@
+"""What runs of the recipes `connections-*` came to: a row a connection, judged by its baseline.
+
+Reads files only: metrics.jsonl (loss, and the rows with gradient norms and gains that
+`probe.trace_every` wrote), train.json, eval.json, data.json. The criteria are constants here and
+stand in the report. Tags C1-C10. Read by join_plots and join_page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skipless.recipes.connections import KINDS, name_of
+from skipless.report.inside import layer_of
+from skipless.report.load import RunData, number
+from skipless.report.measures import Curve, mean
+
+SAME_RANGE = 0.01
+"""Losses this near (relative), or within two standard deviations of the difference between seeds,
+are in the same range."""
+LARGEST_DROP = 0.03
+"""Largest drop of the metric, relative to the baseline's."""
+SMALLEST_SHARE = 0.95
+"""Smallest share of what the baseline learned over token frequencies (or over guessing)."""
+EVEN = 10.0
+"""Largest factor between the gradient norms of the first and the last layer, median after warm-up,
+beyond what the baseline shows: under 1 / EVEN gradients decay on their way back, over EVEN they
+grow."""
+STEADY = 2.0
+"""Largest oscillation, as a multiple of the baseline's."""
+KEEPS_UP = "keeps up"
+"""The verdict on a row that fulfils all criteria."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinRow:
+    """One connection at one depth. Numbers are means over the finished seeds; None: not known."""
+
+    kind: str
+    label: str
+    group: str
+    baseline: str
+    num_seeds: int
+    tokens: int
+    metric: float | None
+    """Held-out loss in nats a token, or accuracy of a classifier."""
+    spread: float | None
+    """Standard deviation of the metric over seeds; None for one seed."""
+    share: float | None
+    """Of the baseline's metric: its loss over this loss, or this accuracy over its."""
+    learned: float | None
+    """Share of what the baseline learned: gain over token frequencies, or over guessing; None
+    where the baseline itself gained nothing."""
+    first_step_ratio: float | None
+    """Gradient norm of the first layer over the last layer's at the first step."""
+    ratio: float | None
+    """The same, median after warm-up."""
+    oscillation: float | None
+    """Mean |change of log norm| from one traced step to the next after warm-up, over layers."""
+    step_seconds: float | None
+    """Median time from one training step to the next."""
+    peak_memory: float | None
+    """Bytes; the largest over seeds."""
+    gains: dict[str, float]
+    """Mean over all joins at the end: of |a| and |b|, of "rho" and "gate_bias" with their sign."""
+    gradient_norms: dict[str, dict[str, float]]
+    """{"first_step" | "after_warm_up": {layer: norm}}."""
+    failed: tuple[str, ...]
+    """Seeds without a result, in words."""
+    criteria: dict[str, bool | None]
+    """What it fulfils; empty for a baseline and where nothing is known."""
+    verdict: str
+    runs: tuple[RunData, ...] = dataclasses.field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del values["runs"]
+        return values | {"runs": [str(run.path) for run in self.runs]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinTable:
+    """All rows of one depth and task."""
+
+    num_layers: int
+    authors: bool
+    rows: tuple[JoinRow, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{'Which author, ' if self.authors else ''}{self.num_layers} layers"
+
+    @property
+    def name(self) -> str:
+        return f"{'author-' if self.authors else ''}{self.num_layers}"
+
+    @property
+    def summary(self) -> str:
+        """One sentence: who keeps up."""
+        judged = [row for row in self.rows if row.criteria]
+        if not judged:
+            return "There is no finished baseline beside another finished row yet."
+        good = [row.label for row in judged if row.verdict == KEEPS_UP]
+        return f"{len(good)} of {len(judged)} keep up with their baseline" + (
+            f": {', '.join(good)}." if good else "."
+        )
+
+
+def tables(runs: Sequence[RunData]) -> list[JoinTable]:
+    """The runs of the family by depth and task; others are passed over."""
+    found = []
+    places = {
+        name_of(kind, depth, authors=authors): (authors, depth, kind)
+        for kind, what in KINDS.items()
+        for authors in (False, True)
+        for depth in what.depths
+    }
+    grouped: dict[tuple[bool, int], dict[str, list[RunData]]] = {}
+    for run in runs:
+        if run.config.name in places:
+            authors, depth, kind = places[run.config.name]
+            grouped.setdefault((authors, depth), {}).setdefault(kind, []).append(run)
+    for (authors, depth), by_kind in sorted(grouped.items()):
+        rows = {kind: _row(kind, by_kind[kind], authors) for kind in KINDS if kind in by_kind}
+        judged = tuple(_judged(row, rows.get(row.baseline), authors) for row in rows.values())
+        found.append(JoinTable(num_layers=depth, authors=authors, rows=judged))
+    return found
+
+
+def _row(kind: str, runs: list[RunData], authors: bool) -> JoinRow:
+    runs = sorted(runs, key=lambda run: run.config.train.seed)
+    done = [run for run in runs if not run.unfinished]
+    metrics = [m for run in done if (m := _metric(run, authors)) is not None]
+    what = KINDS[kind]
+    return JoinRow(
+        kind=kind,
+        label=what.label,
+        group=what.group,
+        baseline=what.baseline,
+        num_seeds=len(done),
+        tokens=min((run.tokens for run in done), default=0),
+        metric=mean(metrics),
+        spread=statistics.stdev(metrics) if len(metrics) > 1 else None,
+        share=None,
+        learned=None,
+        first_step_ratio=_geometric(_ratio(first_norms(run)) for run in done),
+        ratio=_geometric(_median(ratio_over_time(run, after_warm_up=True)[1]) for run in done),
+        oscillation=mean(oscillation(run) for run in done),
+        step_seconds=_median([s for run in done if (s := step_seconds(run)) is not None]),
+        peak_memory=max(
+            (m for run in done if (m := number(run.result, "peak_memory_bytes"))), default=None
+        ),
+        gains=_final_gains(done),
+        gradient_norms={
+            "first_step": _mean_norms([first_norms(run) for run in done]),
+            "after_warm_up": _mean_norms([median_norms(run) for run in done]),
+        },
+        failed=tuple(
+            f"seed {run.config.train.seed} stopped at {run.unfinished}" for run in runs
+            if run.unfinished
+        ),
+        criteria={},
+        verdict="baseline" if kind == what.baseline else "no baseline to compare with",
+        runs=tuple(done),
+    )  # fmt: skip
+
+
+def _judged(row: JoinRow, base: JoinRow | None, authors: bool) -> JoinRow:
+    """The row with share, learned, criteria and verdict filled in."""
+    if row.metric is None:
+        return dataclasses.replace(row, verdict="; ".join(row.failed) or "not measured")
+    if base is None or base.metric is None:
+        return row
+    metric, reference = row.metric, base.metric
+    nothing = _knowing_nothing(base, authors)
+    share = metric / reference if authors else reference / metric
+    learned = None
+    if nothing is not None and (reference > nothing if authors else reference < nothing):
+        learned = (metric - nothing) / (reference - nothing)
+    row = dataclasses.replace(row, share=share, learned=learned)
+    if row.kind == row.baseline:
+        return row
+    worse = reference - metric if authors else metric - reference
+    noise = 2 * math.hypot(row.spread or 0.0, base.spread or 0.0)
+    low, high = min(1.0, base.ratio or 1.0) / EVEN, max(1.0, base.ratio or 1.0) * EVEN
+    swing = None
+    if row.oscillation is not None and base.oscillation:
+        swing = row.oscillation / base.oscillation
+    criteria: dict[str, bool | None] = {
+        "same range": worse <= max(noise, SAME_RANGE * reference),
+        "drop": 1 - share <= LARGEST_DROP,
+        "even gradient": None if row.ratio is None else low <= row.ratio <= high,
+        "steady gradient": None if swing is None else swing <= STEADY,
+        "learned": None if learned is None else learned >= SMALLEST_SHARE,
+    }
+    ratio = row.ratio or 0.0
+    words = {
+        "same range": "out of the baseline's range",
+        "drop": f"drop {1 - share:.1%}",
+        "learned": f"learned {learned or 0.0:.0%}",
+        "even gradient": f"gradient {'decays' if ratio < 1 else 'grows'}, first/last {ratio:.2g}",
+        "steady gradient": f"gradient oscillates, x {swing or 0.0:.1f}",
+    }
+    complaints = [*row.failed, *(words[name] for name in words if criteria[name] is False)]
+    unknown = [name for name, value in criteria.items() if value is None]
+    if unknown:
+        complaints.append(f"not known: {', '.join(unknown)}")
+    verdict = "; ".join(complaints) or KEEPS_UP
+    return dataclasses.replace(row, criteria=criteria, verdict=verdict)
+
+
+# --- one run --------------------------------------------------------------------------------------
+
+
+def _metric(run: RunData, authors: bool) -> float | None:
+    if authors:
+        return number(run.evaluation, "accuracy")
+    return number(run.result, "held_out_loss")
+
+
+def _knowing_nothing(base: JoinRow, authors: bool) -> float | None:
+    """The metric of a model that learned nothing: token frequencies, or guessing."""
+    if authors:
+        return 1 / (base.runs[0].config.model.num_labels or 1)
+    return base.runs[0].unigram_loss
+
+
+def traced(run: RunData, *, after_warm_up: bool = False) -> list[tuple[int, dict[float, float]]]:
+    """(step, {layer: gradient norm}) of every traced step."""
+    found = []
+    for row in run.metrics:
+        norms, step = row.get("gradient_norms"), row.get("step")
+        if not isinstance(norms, dict) or not isinstance(step, int):
+            continue
+        if after_warm_up and step <= run.config.train.warmup_steps:
+            continue
+        layers = {
+            float(layer): value
+            for key in norms
+            if (layer := layer_of(key)) is not None and (value := number(norms, key)) is not None
+        }
+        if layers:
+            found.append((step, dict(sorted(layers.items()))))
+    return found
+
+
+def first_norms(run: RunData) -> dict[float, float]:
+    """{layer: gradient norm} at the first step."""
+    found = traced(run)
+    return found[0][1] if found and found[0][0] == 1 else {}
+
+
+def median_norms(run: RunData) -> dict[float, float]:
+    """{layer: gradient norm}, median after warm-up."""
+    found = [norms for _, norms in traced(run, after_warm_up=True)]
+    layers = found[0] if found else {}
+    return {k: statistics.median(n[k] for n in found if k in n) for k in layers}
+
+
+def ratio_over_time(run: RunData, *, after_warm_up: bool = False) -> Curve:
+    """(tokens, gradient norm of the first layer over that of the last)."""
+    per_step = run.config.train.batch_size * run.config.train.sequence_length
+    points = [
+        (step * per_step, ratio)
+        for step, norms in traced(run, after_warm_up=after_warm_up)
+        if (ratio := _ratio(norms)) is not None
+    ]
+    return [float(x) for x, _ in points], [y for _, y in points]
+
+
+def _ratio(norms: dict[float, float]) -> float | None:
+    values = list(norms.values())
+    return values[0] / values[-1] if len(values) > 1 and values[-1] > 0 else None
+
+
+def oscillation(run: RunData) -> float | None:
+    """Mean |log norm change| between traced steps after warm-up, over layers; None for too few."""
+    found = [norms for _, norms in traced(run, after_warm_up=True)]
+    changes = [
+        abs(math.log(now[layer] / before[layer]))
+        for before, now in zip(found, found[1:], strict=False)
+        for layer in now
+        if before.get(layer, 0) > 0 and now[layer] > 0
+    ]
+    return mean(changes)
+
+
+def step_seconds(run: RunData) -> float | None:
+    """Median time between training steps that follow each other, measurements left out."""
+    gaps = []
+    before: dict[str, Any] = {}
+    for row in run.metrics:
+        if "loss" not in row:  # a held-out loss was measured in between
+            before = {}
+            continue
+        now, then = number(row, "seconds"), number(before, "seconds")
+        if now is not None and then is not None and now > then:
+            gaps.append(now - then)
+        before = row
+    return _median(gaps)
+
+
+def gain_curve(run: RunData, gain: str) -> Curve:
+    """(tokens, mean over all joins of the gain called "rho", "gate_bias", or of |a|, |b|)."""
+    per_step = run.config.train.batch_size * run.config.train.sequence_length
+    points = [
+        (row["step"] * per_step, value)
+        for row in run.metrics
+        if isinstance(row.get("step"), int)
+        and (value := _mean_gain(row.get("gains"), gain)) is not None
+    ]
+    return [float(x) for x, _ in points], [y for _, y in points]
+
+
+def gain_by_depth(run: RunData, gain: str) -> Curve:
+    """(depth, last traced value): attention of layer l at l, its MLP at l + 0.5."""
+    last = next((r["gains"] for r in reversed(run.metrics) if r.get("gains")), {})
+    points = []
+    for key in last if isinstance(last, dict) else {}:
+        layer, value = layer_of(key), number(last, key)
+        if key.split(".")[-1] == gain and layer is not None and value is not None:
+            points.append((layer + (0.5 if "mlp" in key else 0.0), value))
+    points.sort()
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _mean_gain(gains: Any, gain: str) -> float | None:
+    if not isinstance(gains, dict):
+        return None
+    values = [number(gains, key) for key in gains if key.split(".")[-1] == gain]
+    if gain in ("a", "b"):  # a gain that starts at 0 takes either sign, which the branch follows
+        values = [None if v is None else abs(v) for v in values]
+    return mean(values)
+
+
+def _final_gains(runs: Sequence[RunData]) -> dict[str, float]:
+    last = [next((r["gains"] for r in reversed(run.metrics) if r.get("gains")), {}) for run in runs]
+    names = dict.fromkeys(key.split(".")[-1] for gains in last for key in gains)
+    found = {name: mean(_mean_gain(gains, name) for gains in last) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mean_norms(found: list[dict[float, float]]) -> dict[str, float]:
+    layers = sorted({layer for norms in found for layer in norms})
+    means = {f"{layer:g}": mean(norms.get(layer) for norms in found) for layer in layers}
+    return {layer: value for layer, value in means.items() if value is not None}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _geometric(values: Iterable[float | None]) -> float | None:
+    """Geometric mean of the known, positive ones: the mean for ratios."""
+    known = [math.log(v) for v in values if v is not None and v > 0]
+    return math.exp(sum(known) / len(known)) if known else None
