@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from skipless.errors import UserError, check_choice
 from skipless.scheme import Scheme
@@ -167,6 +167,16 @@ def check_evaluate(config: Any) -> None:
         )
 
 
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether `value` is a whole number, numpy's included; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether `value` is a real number, numpy's included; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def whole(where: str, config: Any, *names: str, low: int = 1, high: int | None = None,
           or_none: bool = False) -> None:  # fmt: skip
     """Each field is a whole number from `low` to `high`; UserError otherwise."""
@@ -174,8 +184,7 @@ def whole(where: str, config: Any, *names: str, low: int = 1, high: int | None =
         value = getattr(config, name)
         if value is None and or_none:
             continue
-        fits = isinstance(value, Integral) and not isinstance(value, bool) and value >= low
-        if not fits or (high is not None and value > high):
+        if not is_whole(value) or value < low or (high is not None and value > high):
             range_ = f"at least {low}" if high is None else f"a whole number from {low} to {high}"
             _refuse(where, name, value, range_, or_none)
 
@@ -188,10 +197,10 @@ def real(where: str, config: Any, *names: str, interval: str = "(-inf, inf)",
         value = getattr(config, name)
         if value is None and or_none:
             continue
-        fits = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        if fits:
-            fits = low <= value if interval[0] == "[" else low < value
-            fits = fits and (value <= high if interval[-1] == "]" else value < high)
+        fits = is_real(value) and math.isfinite(value) and (
+            (low <= value if interval[0] == "[" else low < value)
+            and (value <= high if interval[-1] == "]" else value < high)
+        )  # fmt: skip
         if not fits:
             words = {"(0, inf)": "positive and finite", "[0, inf)": "finite and at least 0",
                      "(-inf, inf)": "a finite number"}  # fmt: skip
@@ -203,7 +212,7 @@ def decays(where: str, config: Any, *names: str) -> None:
     for name in names:
         pair = getattr(config, name)
         fits = isinstance(pair, Sequence) and len(pair) == 2
-        if not fits or not all(isinstance(b, Real) and 0 <= b < 1 for b in pair):
+        if not fits or not all(is_real(b) and 0 <= b < 1 for b in pair):
             _refuse(where, name, pair, "two decays in [0, 1), such as 0.9,0.95", False)
 
 

@@ -392,7 +392,7 @@ class RunConfig(Config):
         """A copy with some fields changed; a dict for a nested field changes its leaves."""
         new = {}
         for key, value in changes.items():
-            old = getattr(self, key)
-            nested = isinstance(value, dict) and dataclasses.is_dataclass(old)
+            old: Any = getattr(self, key)
+            nested = isinstance(value, dict) and isinstance(old, Config)
             new[key] = dataclasses.replace(old, **value) if nested else value
         return dataclasses.replace(self, **new)

@@ -12,7 +12,7 @@ import types
 import typing
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, ClassVar, Literal, Union
 
 from skipless.errors import UserError, suggestion
 
@@ -20,9 +20,12 @@ from skipless.errors import UserError, suggestion
 class Config:
     """Base of all settings: JSON both ways, checked while reading."""
 
+    if typing.TYPE_CHECKING:  # every subclass is a dataclass
+        __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict; tuples become lists, as in JSON."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[call-overload]
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], *, where: str = ""):

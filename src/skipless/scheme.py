@@ -204,10 +204,12 @@ def _check_bits(what: str, bits: int) -> None:
         )
 
 
-def _check_value(what: str, value: str, known: tuple[str, ...], pattern=None) -> None:
+def _check_value(
+    what: str, value: str, known: tuple[str, ...], pattern: re.Pattern[str] | None = None
+) -> None:
     if value in known or (pattern and isinstance(value, str) and pattern.fullmatch(value)):
         return
-    extra = {_GROUP: ["g128"], _PERCENTILE: ["p99.9"]}.get(pattern, [])
+    extra = {_GROUP: ["g128"], _PERCENTILE: ["p99.9"], None: []}[pattern]
     raise UserError(
         f"{what} is {value!r}; {suggestion(str(value), [*known, *extra], noun='value')}"
     )

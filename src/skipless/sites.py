@@ -19,10 +19,10 @@ Read by `skipless.probes`, `skipless.quant` and `skipless.evaluate`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -31,12 +31,15 @@ from skipless.errors import UserError, check_choice, suggestion
 __all__ = [
     "KINDS",
     "Site",
+    "bias_of",
     "block_names",
+    "chooses_implementation",
     "find_sites",
     "first_tensor",
     "is_linear",
     "linear_widths",
     "select_sites",
+    "weight_of",
 ]
 
 KINDS = (
@@ -86,7 +89,7 @@ def find_sites(model: nn.Module, kinds: Iterable[str] | str | None = None) -> li
         wanted = [kinds] if isinstance(kinds, str) else list(kinds)
         for kind in wanted:
             check_choice("site kind", kind, KINDS)
-    own = getattr(model, "sites", None)
+    own: Callable[[], Iterable[Site]] | None = getattr(model, "sites", None)
     sites = list(own()) if callable(own) else _from_structure(model)
     if not sites:
         raise UserError(
@@ -169,6 +172,17 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or name == "Conv1D"
 
 
+class ChoosesImplementation(Protocol):
+    """Attention that says how it computes; "eager" forms its probabilities as a tensor."""
+
+    implementation: str
+
+
+def chooses_implementation(module: object) -> TypeGuard[ChoosesImplementation]:
+    """Whether the attribute `implementation` of `module` says how it computes."""
+    return isinstance(getattr(module, "implementation", None), str)
+
+
 def _shorten(text: str, limit: int = 300) -> str:
     return text if len(text) <= limit else text[:limit].rsplit(",", 1)[0] + ", ..."
 
@@ -177,8 +191,20 @@ def linear_widths(module: nn.Module) -> tuple[int, int]:
     """(in, out) of a linear module; Conv1D stores its weight as in x out."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
-    rows, columns = module.weight.shape
+    rows, columns = weight_of(module).shape
     return int(rows), int(columns)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight of a linear module or a norm; torch types every attribute Tensor | Module."""
+    weight = module.weight
+    assert isinstance(weight, Tensor), f"the weight of {type(module).__name__} is {type(weight)}"
+    return weight
+
+
+def bias_of(module: nn.Module) -> Tensor | None:
+    """The bias of a linear module or a norm, None without one."""
+    return getattr(module, "bias", None)
 
 
 def block_names(model: nn.Module) -> list[str]:
