@@ -30,6 +30,9 @@ from skipless.model.token_statistics import (
 EPS = 1e-8
 """Added to variances; only felt where both are zero."""
 
+Affine = tuple[Tensor, Tensor, Tensor]
+"""w mean_x [B, D], w mean_e [B, D] and M [B, D, D] of A(e) = w mean_x + (e - w mean_e) M."""
+
 
 def align(config: UniversalConfig, tokens: Tokens, stream: Tensor, branch: Tensor) -> Tensor:
     """U2: A(branch), in the branch's dtype; `stream` and `branch` [B, T, D] are the new tokens."""
@@ -117,12 +120,13 @@ def _chunked(
     """
     wide, size = wide_dtype(e.device), config.chunk_size
     total, first = x.shape[1], x.shape[1] - e.shape[1]
-    chunk, sums, affine = 0, None, None
-    cache = tokens.cache if tokens is not None else None
+    chunk, sums = 0, None
+    affine: Affine | None = None
+    cache, key = (tokens.cache, (tokens.key, "chunks")) if tokens is not None else (None, None)
     if cache is not None and first >= size:
-        known = cache.recall((tokens.key, "chunks"), first // size * size)
+        known = cache.recall(key, first // size * size)
         if known is not None:
-            chunk, sums, affine = first // size, known[:5], known[5:]
+            chunk, sums, affine = first // size, known[:5], (known[5], known[6], known[7])
     pieces = []
     while chunk * size < total:
         begin, end = chunk * size, min((chunk + 1) * size, total)
@@ -137,7 +141,7 @@ def _chunked(
             affine = None
             if cache is not None and (chunk + 2) * size > total:
                 affine = _affine(config, *sums)
-                cache.remember((tokens.key, "chunks"), end, (*sums, *affine))
+                cache.remember(key, end, (*sums, *affine))
         chunk += 1
     return torch.cat(pieces, dim=1) if pieces else e
 
@@ -150,7 +154,7 @@ def _sums(x: Tensor, e: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
     return num, x.sum(1), e.sum(1), x.mT @ x, e.mT @ e
 
 
-def _affine(config, num, sum_x, sum_e, outer_x, outer_e) -> tuple[Tensor, Tensor, Tensor]:
+def _affine(config, num, sum_x, sum_e, outer_x, outer_e) -> Affine:
     """(w mean_x, w mean_e, M) with covariances shrunk to one multiple of the identity."""
     weight, n = _weight(config, num, num.dtype)[:, None], num.clamp(min=1)[:, None]
     mean_x, mean_e = sum_x / n, sum_e / n
@@ -165,7 +169,7 @@ def _affine(config, num, sum_x, sum_e, outer_x, outer_e) -> tuple[Tensor, Tensor
     return weight * mean_x, weight * mean_e, _MAPS[config.aligner](*shrunk)
 
 
-def _apply(affine: tuple[Tensor, Tensor, Tensor], e: Tensor) -> Tensor:
+def _apply(affine: Affine, e: Tensor) -> Tensor:
     mean_x, mean_e, matrix = (part.to(e.dtype) for part in affine)
     return mean_x[:, None] + (e - mean_e[:, None]) @ matrix
 
@@ -183,7 +187,7 @@ def _sinkhorn(config, tokens: Tokens, wx: Tensor, we: Tensor, e: Tensor) -> Tens
     # finite, so that no row is empty: an excluded token's mass is e^-1e4 = 0
     logits = logits.masked_fill(~pairs, -1e4)
     log_mass = torch.where(mask, -num.to(e.dtype).log(), -1e4)
-    left = torch.zeros_like(log_mass)
+    left = right = torch.zeros_like(log_mass)
     for _ in range(config.sinkhorn_steps):
         right = log_mass - torch.logsumexp(logits + left[:, :, None], dim=1)
         left = log_mass - torch.logsumexp(logits + right[:, None, :], dim=2)

@@ -91,7 +91,7 @@ class Attention(nn.Module):
                     q, self._repeated(k), self._repeated(v), bias, causal=causal, scale=scale
                 )
         if bias is not None:
-            mask, causal = self._biased_mask(q, k, context), False
+            mask, causal = self._biased_mask(bias, q, k, context), False
         return F.scaled_dot_product_attention(
             q, k, v, mask, dropout, is_causal=causal, scale=scale,
             enable_gqa=self.num_heads != self.num_key_value_heads,
@@ -100,7 +100,7 @@ class Attention(nn.Module):
     def _eager(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         scores = q @ self._repeated(k).transpose(-2, -1) * self.temperature.scaling
         if self.identity_bias is not None:
-            scores = scores + self._biased_mask(q, k, context)
+            scores = scores + self._biased_mask(self.identity_bias, q, k, context)
         elif context.visible is not None:
             scores = scores.masked_fill(~context.visible, -torch.inf)
         elif context.is_causal:
@@ -111,12 +111,12 @@ class Attention(nn.Module):
             probabilities = F.dropout(probabilities, self.dropout)
         return probabilities @ self._repeated(v)
 
-    def _biased_mask(self, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:
+    def _biased_mask(self, bias: Tensor, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:
         """The identity bias on the diagonal and -inf on hidden keys, [1 or B, H, T, S]."""
         num_queries, num_keys = q.shape[2], k.shape[2]
         own = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device)
         own = own.tril(num_keys - num_queries).triu(num_keys - num_queries)
-        mask = own * self.identity_bias.to(q.dtype)[None, :, None, None]
+        mask = own * bias.to(q.dtype)[None, :, None, None]
         visible = context.visible
         if visible is None and context.is_causal:
             visible = causal_visibility(q, k)

@@ -75,11 +75,12 @@ class _BlockedAttention(torch.autograd.Function):
             block_q = torch.bmm(slope, k3[:, :stop]).view(batch, heads, stop - start, size)
             torch.mul(block_q, ctx.scale, out=grad_q[:, :, start:stop])
             block_k, block_v = torch.bmm(slope.mT, q3[:, start:stop]), torch.bmm(p.mT, rows)
-            if grad_k is None:
+            if grad_k is None or grad_v is None:
                 grad_k, grad_v = block_k, block_v
             else:
                 grad_k[:, :stop] += block_k
                 grad_v[:, :stop] += block_v
+        assert grad_k is not None and grad_v is not None, "a text has at least one block"
         return grad_q, grad_k.view(ctx.shape), grad_v.view(ctx.shape), grad_bias, None
 
 

@@ -111,6 +111,7 @@ class Fixed(Connection):
         if a != 0:  # 0 * x would cost a pass, and turn an infinite x into NaN
             joined = torch.add(joined, stream, alpha=a)
         if c != 0:
+            assert context.embedding is not None, "it is set before the first block runs"
             joined = torch.add(joined, context.embedding, alpha=c)
         return joined
 
@@ -226,6 +227,8 @@ class Anneal(Connection):
     The weight lives in a persistent buffer, so a checkpoint continues where it was and a finished
     model loads as C2.
     """
+
+    stream_weight: Tensor
 
     def __init__(self, config, hidden_size):
         super().__init__(config, hidden_size)

@@ -9,11 +9,12 @@ length only, so cached and uncached decoding see the same windows. `generate` is
 from __future__ import annotations
 
 import math
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from skipless.checks import is_whole
 from skipless.errors import UserError
 from skipless.model.cache import KeyValueCache
 
@@ -45,7 +46,7 @@ def sample(
 
 
 def _is_whole(value: object, low: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= low
+    return is_whole(value) and value >= low
 
 
 def _check_ids(input_ids: object, vocab_size: int) -> None:

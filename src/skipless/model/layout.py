@@ -128,10 +128,9 @@ _IN_ATTENTION = (
 )  # fmt: skip
 
 
-def sites(model: nn.Module) -> list[Site]:
+def sites(config: ModelConfig) -> list[Site]:
     """Every site of a `Transformer`, in order of computation."""
     found: list[Site] = []
-    config = model.config
 
     def add(module: str, direction: str, kind: str, layer=None, sublayer=None) -> None:
         label = f"{module}:{direction}"

@@ -53,6 +53,7 @@ class AttentionTemperature(nn.Module):
         """
         factor = None if self.tau is None else self.tau.view(-1, 1, 1)
         if self.length_scaled:
+            assert num_visible is not None, "a length-scaled temperature counts visible keys"
             # logarithms in float32 at least: bfloat16 cannot tell 257 keys from 256
             visible = num_visible.to(torch.promote_types(dtype, torch.float32))
             ratio = (visible.log() / self.log_train_length)[..., None, :, None]

@@ -162,7 +162,7 @@ def prefix_moments(
     if wide == torch.float32 and x.dtype != torch.float64:
         first = tokens.counted.int().argmax(dim=-1).expand(x.shape[0])
         shift = known[torch.arange(len(first), device=x.device), first][:, None].detach().to(wide)
-    if past:
+    if past and tokens.cache is not None:
         start = tokens.cache.recall((tokens.key, name), past)
         if start is None:
             old = known[:, :past].to(wide)

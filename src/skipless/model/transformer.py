@@ -8,6 +8,7 @@ same numbers. Legend: B batch, T tokens, S past plus new tokens, D width, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ from skipless.model.losses import cross_entropy
 from skipless.model.norms import build_norm
 from skipless.model.relation_encoder import RelationEncoder
 from skipless.model.rope import RotaryTables
-from skipless.sites import Site
+from skipless.sharded import is_sharded
+from skipless.sites import Site, weight_of
 
 
 @dataclass
@@ -129,6 +131,11 @@ class Transformer(nn.Module):
         return self.embed_tokens.weight.dtype
 
     @property
+    def blocks(self) -> list[Block]:
+        """The blocks, typed: a ModuleList does not say what it holds."""
+        return cast("list[Block]", list(self.layers))
+
+    @property
     def layer_list(self) -> nn.ModuleList:
         """The blocks; what compile, FSDP and activation checkpointing wrap."""
         return self.layers
@@ -137,7 +144,7 @@ class Transformer(nn.Module):
         """Share the embedding with the head, and C4's block gains within their block."""
         if self.config.num_labels is None and self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        for block in self.layers:
+        for block in self.blocks:
             block.tie_gains()
 
     def _apply(self, fn, recurse=True):
@@ -161,7 +168,7 @@ class Transformer(nn.Module):
 
     def sites(self) -> list[Site]:
         """Every place where a tensor can be measured or quantised, in order of computation."""
-        return layout.sites(self)
+        return layout.sites(self.config)
 
     def num_parameters(self, gains: bool = True) -> int:
         """Number of parameters, shared ones once; without `gains` only matrices count (no norm
@@ -180,6 +187,13 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
+@runtime_checkable
+class _Resettable(Protocol):
+    """A module that fills its own parameters."""
+
+    def reset_parameters(self) -> None: ...
+
+
 @torch.no_grad()
 def initialize(model: Transformer, seed: int = 0) -> None:
     """Fill every parameter and buffer (I1-I7); the same numbers on any device, sharded or not.
@@ -194,25 +208,28 @@ def initialize(model: Transformer, seed: int = 0) -> None:
         parameter.copy_(_like(parameter, value))
 
     def write_normal(name: str, module: nn.Module) -> None:
-        rows, columns = module.weight.shape
+        weight = weight_of(module)
+        rows, columns = weight.shape
         generator = initializers.generator_for(seed, name)
-        write(module.weight, initializers.normal(rows, columns, config.init.std, generator))
+        write(weight, initializers.normal(rows, columns, config.init.std, generator))
 
     for name in ("lm_head", "score", "embed_positions", "embed_tokens"):
         if hasattr(model, name):
             write_normal(name, getattr(model, name))  # a tied head is overwritten by the embedding
     for index, block in enumerate(model.layers):
         for name, value in initializers.layer_weights(config, index, seed).items():
-            write(block.get_submodule(name).weight, value)
+            write(weight_of(block.get_submodule(name)), value)
     for name, module in model.named_modules():
         if isinstance(module, RelationEncoder):
             module.reset_parameters(initializers.generator_for(seed, name))
             written.update(id(p) for p in module.parameters())
         if isinstance(module, Attention) and module.identity_bias is not None:
+            assert config.init.identity_bias is not None, "it is why the parameter exists"
             module.identity_bias.fill_(config.init.identity_bias)
             written.add(id(module.identity_bias))
         own = list(module.parameters(recurse=False))
         if own and any(id(p) not in written for p in own) or isinstance(module, Connection):
+            assert isinstance(module, _Resettable), f"{name} has parameters and no start"
             module.reset_parameters()
             written.update(id(p) for p in own)
     missing = [n for n, p in model.named_parameters() if id(p) not in written]
@@ -222,7 +239,7 @@ def initialize(model: Transformer, seed: int = 0) -> None:
 def _like(parameter: Tensor, value: Tensor) -> Tensor:
     """`value` in the parameter's dtype and device, sharded as the parameter is."""
     value = value.to(parameter.dtype)
-    if not hasattr(parameter, "placements"):
+    if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor  # only where a process group exists
 
