@@ -112,6 +112,7 @@ def render(
         return None
     colours = stand_ins(comparison.rows)
     svg = _draw(comparison, draw, num_panels, colours, "svg")
+    assert svg is not None, f"{name} was drawn once already"
     return _inline(svg.decode(), name, title, colours), png
 
 
@@ -128,7 +129,7 @@ def _draw(
     from matplotlib.figure import Figure as Canvas
 
     ink, grid = colours["--ink"], colours["--grid"]
-    settings = {
+    settings: dict[Any, Any] = {  # matplotlib lists its hundreds of keys as one literal type
         "font.family": "DejaVu Sans",
         "font.size": 9,
         "axes.titlesize": 9.5,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from skipless.report.load import RunData, number
 
@@ -23,6 +23,17 @@ def middle_third(num_layers: int) -> range:
     """
     start, stop = -(-num_layers // 3), -(-2 * num_layers // 3)
     return range(start, stop) if start < stop else range(num_layers // 2, num_layers // 2 + 1)
+
+
+def is_known(value: float | None) -> TypeGuard[float]:
+    """Whether `value` was measured and is a number."""
+    return value is not None and not math.isnan(value)
+
+
+def sure(value: float | None) -> float:
+    """`value` where the caller has left out what was not measured."""
+    assert value is not None, "a number that was not measured was to be compared"
+    return value
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -169,7 +180,7 @@ def worst_site(run: RunData) -> dict[str, Any] | None:
     gap = ideal - measured: how far the tensor stays below a Gaussian one of the same width.
     A null SQNR (nothing was rounded away) is left out.
     """
-    sqnr = (run.quant or {}).get("sqnr")
+    sqnr = (run.quant or {}).get("sqnr") or {}
     found = [(v, r) for r in rows(sqnr, "rows") if _is_number(v := number(r, "sqnr"))]
     if not found:
         return None
@@ -200,7 +211,7 @@ def sqnr_by_depth(run: RunData) -> tuple[Curve, Curve, float | None]:
     return (depth, worst), (depth, average), mean(ideals)
 
 
-def _is_number(value: float | None) -> bool:
+def _is_number(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 

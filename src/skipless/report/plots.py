@@ -116,7 +116,7 @@ def _sqnr(pen: Pen, axes: Any) -> None:
     ideals = [ideal for *_, ideal in measured if ideal is not None and math.isfinite(ideal)]
     titles = ("worst tensor of each layer", "mean over the layer's tensors")
     for which, (panel, title) in enumerate(zip(axes, titles, strict=True)):
-        pen.curves(panel, lambda run, which=which: measures.sqnr_by_depth(run)[which])
+        pen.curves(panel, lambda run, which=which: measures.sqnr_by_depth(run)[:2][which])
         if ideals:
             pen.yardstick(panel, sum(ideals) / len(ideals), "Gaussian yardstick")
         panel.set(title=title, xlabel="layer", ylabel="SQNR (dB)")

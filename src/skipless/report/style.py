@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE
 from skipless.report.tables import Row
@@ -76,7 +77,8 @@ class Look:
     light: str
     dark: str
     variable: str
-    line: object
+    line: Any
+    """What matplotlib takes as linestyle."""
     marker: str
 
 

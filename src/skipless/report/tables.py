@@ -124,7 +124,7 @@ class Pair:
     @property
     def established(self) -> bool:
         """Whether the difference exceeds two standard errors (False when they are unknown)."""
-        if self.gap is None or self.standard_error is None:
+        if self.loss is None or self.reference_loss is None or self.standard_error is None:
             return False
         return abs(self.loss - self.reference_loss) > 2 * self.standard_error
 
@@ -150,7 +150,7 @@ class Comparison:
     @property
     def gain(self) -> float | None:
         """By how many nats the best row beats token frequencies; None without a loss."""
-        gains = [r.unigram_loss - r.loss for r in self.rows if not _unknown(r.loss)]
+        gains = [r.unigram_loss - r.loss for r in self.rows if measures.is_known(r.loss)]
         return max(gains, default=None)
 
     @property
@@ -297,10 +297,13 @@ def _pairs(table: Sequence[Row]) -> list[Pair]:
         if row.family != RESIDUAL_FREE or not twins:
             continue
         # The strongest residual row: where a control beats the plain one, it is the measure.
-        reference = min(twins, key=lambda r: math.inf if _unknown(r.loss) else r.loss)
+        reference = min(twins, key=lambda r: r.loss if measures.is_known(r.loss) else math.inf)
         tokens = min(row.tokens, reference.tokens)
         equal = max(row.tokens, reference.tokens) <= 1.01 * tokens
-        errors = (row.standard_error, reference.standard_error)
+        ours, theirs = row.standard_error, reference.standard_error
+        error = None
+        if measures.is_known(ours) and measures.is_known(theirs):
+            error = math.hypot(ours, theirs)
         pairs.append(
             Pair(
                 optimizer=row.optimizer,
@@ -309,7 +312,7 @@ def _pairs(table: Sequence[Row]) -> list[Pair]:
                 loss=_loss_at(row, tokens),
                 reference_loss=_loss_at(reference, tokens),
                 equal_tokens=equal,
-                standard_error=None if any(map(_unknown, errors)) else math.hypot(*errors),
+                standard_error=error,
             )
         )
     return pairs
@@ -319,10 +322,6 @@ def _loss_at(row: Row, tokens: int) -> float | None:
     if row.tokens <= 1.01 * tokens:
         return row.loss
     return measures.mean(measures.loss_at(run, tokens) for run in row.runs)
-
-
-def _unknown(value: float | None) -> bool:
-    return value is None or math.isnan(value)
 
 
 def _caveats(table: Sequence[Row]) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from skipless.report.cells import show
-from skipless.report.measures import spearman
+from skipless.report.measures import is_known, spearman, sure
 from skipless.report.tables import LEARNED_NATS, Comparison, Pair, Row
 
 AIM_GAP = 0.05  # residual-free within 5 % of its residual twin in held-out loss
@@ -65,7 +65,7 @@ def headline_schemes(comparison: Comparison) -> list[str]:
 
 
 def _known(*values: float | None) -> bool:
-    return all(value is not None and not math.isnan(value) for value in values)
+    return all(is_known(value) for value in values)
 
 
 def _join(items: list[str]) -> str:
@@ -119,20 +119,22 @@ def _summary(comparison: Comparison) -> list[str]:
 def _summary_of_gaps(pairs: list[Pair]) -> str:
     if len(pairs) == 1:
         (pair,) = pairs
+        gap = sure(pair.gap)
         if not _tells(pair):
             return (
                 "With and without skip connections there is no established difference in held-out "
-                f"loss ({pair.gap:+.1%}, {pair.optimizer} both times)."
+                f"loss ({gap:+.1%}, {pair.optimizer} both times)."
             )
-        word = "higher" if pair.gap > 0 else "lower"
+        word = "higher" if gap > 0 else "lower"
         return (
-            f"Without skip connections the held-out loss was {abs(pair.gap):.1%} {word} than with "
+            f"Without skip connections the held-out loss was {abs(gap):.1%} {word} than with "
             f"them ({pair.optimizer} both times)."
         )
-    worse = sum(p.gap > 0 and _tells(p) for p in pairs)
-    better = sum(p.gap < 0 and _tells(p) for p in pairs)
+    gaps = [sure(p.gap) for p in pairs]
+    worse = sum(gap > 0 and _tells(p) for p, gap in zip(pairs, gaps, strict=True))
+    better = sum(gap < 0 and _tells(p) for p, gap in zip(pairs, gaps, strict=True))
     same = len(pairs) - worse - better
-    low, high = min(p.gap for p in pairs), max(p.gap for p in pairs)
+    low, high = min(gaps), max(gaps)
     return (
         f"Without skip connections the held-out loss was higher in {_count(worse, len(pairs))} "
         + "comparisons"
@@ -163,7 +165,7 @@ def _tells(pair: Pair) -> bool:
 
 def _sign(difference: float, errors: list[float | None]) -> int:
     """-1, 0 or 1; 0 within two standard errors, or too small to be shown."""
-    noise = 2 * math.hypot(*errors) if _known(*errors) else 0.0
+    noise = 2 * math.hypot(*map(sure, errors)) if _known(*errors) else 0.0
     return 0 if abs(difference) <= max(noise, SHOWN) else int(math.copysign(1, difference))
 
 
@@ -171,18 +173,20 @@ def _damage(pair: Pair, scheme: str) -> int:
     """-1 when the row without skips loses less by rounding, 1 when more, 0 within noise."""
     ours, theirs = pair.row, pair.reference
     errors = [ours.increase_error(scheme), theirs.increase_error(scheme)]
-    return _sign(ours.increase(scheme) - theirs.increase(scheme), errors)
+    return _sign(sure(ours.increase(scheme)) - sure(theirs.increase(scheme)), errors)
 
 
 def _place(pair: Pair, scheme: str) -> int:
     """-1 when the row without skips ends with the lower loss, 1 when with the higher."""
     ours, theirs = pair.row.loss_under(scheme), pair.reference.loss_under(scheme)
-    return _sign(ours - theirs, [pair.standard_error]) if _known(ours, theirs) else 0
+    if not is_known(ours) or not is_known(theirs):
+        return 0
+    return _sign(ours - theirs, [pair.standard_error])
 
 
 def _best(comparison: Comparison) -> list[str]:
     sentences = []
-    finite = sorted((r for r in comparison.rows if _known(r.loss)), key=lambda r: r.loss)
+    finite = sorted((r for r in comparison.rows if _known(r.loss)), key=lambda r: sure(r.loss))
     if finite:
         best = finite[0]
         sentences.append(
@@ -208,9 +212,10 @@ def _with_error(row: Row) -> str:
 
 
 def _tied(a: Row, b: Row) -> bool:
-    if not _known(a.standard_error, b.standard_error):
+    errors = (a.standard_error, b.standard_error)
+    if not _known(*errors):
         return False
-    return abs(a.loss - b.loss) <= 2 * math.hypot(a.standard_error, b.standard_error)
+    return abs(sure(a.loss) - sure(b.loss)) <= 2 * math.hypot(*map(sure, errors))
 
 
 def _names(comparison: Comparison) -> Callable[[Pair], str]:
@@ -229,7 +234,7 @@ def _gaps(comparison: Comparison) -> list[str]:
             else "No residual-free row has a residual row with the same optimiser beside it"
         )
         return [f"{why}, so the price of removing the skip cannot be told from these runs."]
-    known = [p for p in pairs if _known(p.gap)]
+    known = [p for p in pairs if is_known(p.gap)]
     sentences = [
         f"{name(p)}: no comparison, the losses are {show(p.loss, absent='not measured')} and "
         f"{show(p.reference_loss, absent='not measured')}."
@@ -245,8 +250,8 @@ def _gaps(comparison: Comparison) -> list[str]:
     tokens = "equal tokens" if even else "the smaller number of tokens"
     sentences.insert(0, f"At {tokens}: {_join(listed)}; positive is worse.")
     told = [p for p in known if _tells(p)]
-    met = [name(p) for p in told if p.gap <= AIM_GAP]
-    missed = [name(p) for p in told if p.gap > AIM_GAP]
+    met = [name(p) for p in told if sure(p.gap) <= AIM_GAP]
+    missed = [name(p) for p in told if sure(p.gap) > AIM_GAP]
     aims = [f"{word} with {_join(n)}" for word, n in (("met", met), ("missed", missed)) if n]
     if aims:
         sentences.append(f"The aim, at most {AIM_GAP:.0%} worse, is {', '.join(aims)}.")
@@ -269,7 +274,7 @@ def _rounding(comparison: Comparison) -> list[str]:
         return [text for scheme in schemes for text in _rounding_at(scheme, comparison)]
     scheme = schemes[-1]
     known = [r for r in comparison.rows if _known(r.increase(scheme))]
-    ranked = sorted(known, key=lambda r: r.increase(scheme))
+    ranked = sorted(known, key=lambda r: sure(r.increase(scheme)))
     listed = [f"{r.label} {show(r.increase(scheme), '+.3f')}" for r in ranked]
     return (
         [f"Loss increase in nats at {_explained(scheme)}, smallest first: {_join(listed)}."]
@@ -329,12 +334,12 @@ def _inside(comparison: Comparison) -> list[str]:
 
     known, text = each(lambda r: r.kurtosis, ",.2f")
     if known:
-        missed = [name(p) for p in known if p.row.kurtosis >= AIM_KURTOSIS]
+        missed = [name(p) for p in known if sure(p.row.kurtosis) >= AIM_KURTOSIS]
         aim = f"missed with {_join(missed)}" if missed else "met"
         sentences.append(f"Mean |kurtosis|: {text} (aim: below {AIM_KURTOSIS:g}, {aim}).")
     sqnr, text = each(lambda r: r.worst_site["sqnr"] if r.worst_site else None, ".1f")
     if sqnr:
-        scheme = sqnr[0].row.worst_site["scheme"]
+        scheme = next(p.row.worst_site["scheme"] for p in sqnr if p.row.worst_site)
         sentences.append(f"Decibels that the worst tensor keeps at {scheme}: {text}.")
     errors, text = each(lambda r: r.error, ".2f")
     if errors:
@@ -350,9 +355,9 @@ def _inside(comparison: Comparison) -> list[str]:
 def _correlation(comparison: Comparison) -> list[str]:
     scheme = (headline_schemes(comparison) or [""])[-1]
     known = [r for r in comparison.rows if _known(r.increase(scheme), r.error, r.kurtosis)]
-    damage = [r.increase(scheme) for r in known]
-    by_error = spearman([r.error for r in known], damage)
-    by_kurtosis = spearman([r.kurtosis for r in known], damage)
+    damage = [sure(r.increase(scheme)) for r in known]
+    by_error = spearman([sure(r.error) for r in known], damage)
+    by_kurtosis = spearman([sure(r.kurtosis) for r in known], damage)
     if by_error is None or by_kurtosis is None:
         return []
     return [
@@ -376,7 +381,7 @@ def _certainty(comparison: Comparison) -> list[str]:
             f"{number}; ± is the standard error over seeds"
             + (" (over held-out text where there is one seed)." if single else ".")
         ]
-    errors = [p.standard_error for p in comparison.judged if _known(p.standard_error)]
+    errors = [p.standard_error for p in comparison.judged if is_known(p.standard_error)]
     if errors:
         sentences.append(
             f"The standard error of a gap is at most {max(errors):.3f} nats (the two rows taken as "
