@@ -16,7 +16,7 @@ ORDER = [
     ("config",),
     ("registry", "log"),
     ("locking",),
-    ("rundir", "sites"),
+    ("rundir", "sites", "sharded"),
     ("heads",),
     ("recipes", "model", "optim", "data", "probes"),
     ("quant", "pretrained"),
