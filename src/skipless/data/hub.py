@@ -66,7 +66,7 @@ def get(spec: str, text_key: str, root: Path) -> Fetched:
 
 def _stream(name: str, config: str, split: str, limit: int, text_key: str, folder: Path) -> None:
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
     except ImportError:
         raise UserError(
             f"hf:{name} needs the datasets package; install it with `pip install datasets`"
