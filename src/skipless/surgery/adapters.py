@@ -18,7 +18,7 @@ import re
 import textwrap
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
@@ -202,7 +202,7 @@ def stream_additions(tree: ast.FunctionDef) -> list[tuple[ast.BinOp, str]]:
     return sorted(found, key=lambda item: (item[0].lineno, item[0].col_offset))
 
 
-def _is_sum(node: ast.AST) -> bool:
+def _is_sum(node: ast.AST) -> TypeGuard[ast.BinOp]:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
 
 

@@ -24,7 +24,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from skipless.errors import UserError
 from skipless.log import console
 from skipless.model import Connection, Transformer
 from skipless.quant import evaluation_mode, run_batch
-from skipless.sites import first_tensor
+from skipless.sites import bias_of, first_tensor, weight_of
 from skipless.surgery.adapters import find_stacks
 from skipless.surgery.patching import CONSTANT_KINDS, connections, patch, unpatch
 from skipless.surgery.tracing import trace
@@ -43,6 +43,7 @@ __all__ = ["Folded", "fold"]
 
 LIMIT = 1e-5
 """Largest allowed difference of logits, as a share of the largest logit (section 7)."""
+Sublayer = Literal["attention", "mlp"]
 _TAGS = {"rezero": "F1", "layerscale": "F2", "interpolate": "F3", "fixed": "F3", "learned": "F3"}
 
 
@@ -87,7 +88,7 @@ def fold(
     counts: Counter[str] = Counter()
     kept: list[str] = []
     with evaluation_mode(work):
-        if isinstance(model, Transformer):
+        if isinstance(work, Transformer):
             result = _fold_own(work, counts, kept, norm_gains)
         else:
             result = _fold_patched(work, batch, counts, kept, norm_gains)
@@ -140,26 +141,28 @@ def _count(counts: Counter[str], connection: Connection) -> None:
 @torch.no_grad()
 def scale_output(linear: nn.Module, gain: Tensor) -> None:
     """W <- W diag(gain) and the bias with it; transformers' Conv1D stores in x out."""
-    gain = gain.to(linear.weight.device)
+    weight, bias = weight_of(linear), bias_of(linear)
+    gain = gain.to(weight.device)
     shape = (-1, 1) if isinstance(linear, nn.Linear) else (1, -1)
-    linear.weight.copy_(linear.weight.double() * gain.view(shape))
-    if linear.bias is not None:
-        linear.bias.copy_(linear.bias.double() * gain)
+    weight.copy_(weight.double() * gain.view(shape))
+    if bias is not None:
+        bias.copy_(bias.double() * gain)
 
 
 @torch.no_grad()
 def fold_norm(norm: nn.Module, readers: list[nn.Module]) -> str:
     """Move the gain (and bias) of `norm` into all its readers (F4); a reason when it cannot be."""
-    bias = getattr(norm, "bias", None)
-    if bias is not None and bool(bias.any()) and any(r.bias is None for r in readers):
+    weight, bias = weight_of(norm), bias_of(norm)
+    if bias is not None and bool(bias.any()) and any(bias_of(r) is None for r in readers):
         return "its bias has no bias to go to"
-    gain = norm.weight.double()
+    gain = weight.double()
     for reader in readers:
-        matrix = reader.weight if isinstance(reader, nn.Linear) else reader.weight.t()
-        if bias is not None and reader.bias is not None:
-            reader.bias.copy_(reader.bias.double() + matrix.double() @ bias.double())
+        matrix, own = weight_of(reader), bias_of(reader)
+        matrix = matrix if isinstance(reader, nn.Linear) else matrix.t()
+        if bias is not None and own is not None:
+            own.copy_(own.double() + matrix.double() @ bias.double())
         matrix.copy_(matrix.double() * gain)
-    norm.weight.fill_(1.0)
+    weight.fill_(1.0)
     if bias is not None:
         bias.zero_()
     return ""
@@ -169,12 +172,15 @@ def _fold_own(
     model: Transformer, counts: Counter[str], kept: list[str], norm_gains: bool
 ) -> Transformer:
     """Our Transformer with plain connections, its stream carried as x / c (F3)."""
-    config, carried, absent = model.config, 1.0, {"attention": [], "mlp": []}
+    config, carried = model.config, 1.0
+    absent: dict[Sublayer, list[int]] = {"attention": [], "mlp": []}
     pre = config.norm_placement == "pre"
-    for index, block in enumerate(model.layers):
-        outputs = (("attention", block.self_attn.o_proj), ("mlp", block.mlp.down_proj))
-        for sublayer, linear in outputs:
-            connection = getattr(block, f"{sublayer}_connection")
+    for index, block in enumerate(model.blocks):
+        places: tuple[tuple[Sublayer, nn.Linear, Connection], ...] = (
+            ("attention", block.self_attn.o_proj, block.attention_connection),
+            ("mlp", block.mlp.down_proj, block.mlp_connection),
+        )
+        for sublayer, linear, connection in places:
             name = f"layers.{index}.{sublayer}_connection"
             a, b = _weights(name, connection)
             if a not in (0, 1) and not pre:
@@ -195,7 +201,7 @@ def _fold_own(
 
 def _fold_own_norms(model: Transformer, counts: Counter[str], kept: list[str]) -> None:
     pairs: list[tuple[str, nn.Module, list[nn.Module]]] = []
-    for index, block in enumerate(model.layers):
+    for index, block in enumerate(model.blocks):
         attention, mlp = block.self_attn, block.mlp
         pairs.append((f"layers.{index}.input_layernorm", block.input_layernorm,
                       [attention.q_proj, attention.k_proj, attention.v_proj]))  # fmt: skip
@@ -218,7 +224,7 @@ def _fold_own_norms(model: Transformer, counts: Counter[str], kept: list[str]) -
 @torch.no_grad()
 def _fold_temperature(model: Transformer, counts: Counter[str]) -> TemperatureConfig:
     """Temperatures into W_Q (F6); a length-scaled factor depends on the position and stays."""
-    for block in model.layers:
+    for block in model.blocks:
         attention = block.self_attn
         temperature = attention.temperature
         tau = temperature.tau
@@ -232,7 +238,7 @@ def _fold_temperature(model: Transformer, counts: Counter[str]) -> TemperatureCo
 
 
 def _plain(
-    config: ModelConfig, absent: dict[str, list[int]], temperature: TemperatureConfig
+    config: ModelConfig, absent: dict[Sublayer, list[int]], temperature: TemperatureConfig
 ) -> ModelConfig:
     rules = tuple(
         ConnectionOverride(
@@ -331,6 +337,9 @@ def difference(model: nn.Module, other: nn.Module, batch: Any) -> float:
     for one in (model, other):
         with evaluation_mode(one):
             out = run_batch(one, batch)
-        logits = getattr(out, "logits", None)
-        found.append((first_tensor(out) if logits is None else logits).double().cpu())
+        logits: Tensor | None = getattr(out, "logits", None)
+        logits = first_tensor(out) if logits is None else logits
+        if logits is None:
+            raise UserError(f"{type(one).__name__} returns no tensor, so nothing can be compared")
+        found.append(logits.double().cpu())
     return float((found[0] - found[1]).abs().max() / found[0].abs().max().clamp(min=1e-300))

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from skipless.config import ConnectionConfig
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
-from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks
-from skipless.surgery.rewriting import joining_class, saving_class
+from skipless.sites import weight_of
+from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks, original
+from skipless.surgery.rewriting import joining_class, joins_of, saving_class
 
 __all__ = ["RECORD", "connections", "gains", "patch", "record", "set_training_progress", "unpatch"]
 
@@ -38,7 +39,7 @@ CONSTANT_KINDS = (
 )  # fmt: skip
 """Kinds whose weights do not depend on the token: what `fold` and `prune` work on."""
 
-NEUTRAL: dict[str, dict[str, float]] = {
+NEUTRAL: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in CONSTANT_KINDS},
     "rezero": {"init": 1.0}, "layerscale": {"init": 1.0}, "interpolate": {"scale": 2.0},
     "gated": {"scale": 2.0},
@@ -74,7 +75,7 @@ def patch(
     for layer, join, module in new:
         owner = layer.owner(join)
         setattr(owner, join.name, module)
-        replaced = {*getattr(owner, "_skipless_joins", ()), (join.position, join.name)}
+        replaced = {*joins_of(owner), (join.position, join.name)}
         owner.__class__ = joining_class(type(owner), frozenset(replaced))
     for module in _savers(model):
         module.__class__ = saving_class(type(module))
@@ -89,7 +90,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     that was not trained in between is the original bit for bit. Raises UserError for a model that
     is not patched.
     """
-    owners = [m for m in model.modules() if hasattr(type(m), "_skipless_joins")]
+    owners = [m for m in model.modules() if joins_of(m)]
     if not owners:
         raise UserError(f"{type(model).__name__} is not patched; there is nothing to undo")
     for module in owners:
@@ -99,12 +100,12 @@ def unpatch(model: nn.Module) -> nn.Module:
                 "unpatch a model before wrapping it"
             )
     for module in owners:
-        for _, name in type(module)._skipless_joins:
+        for _, name in joins_of(module):
             delattr(module, name)
-        module.__class__ = type(module)._skipless_base
+        module.__class__ = original(type(module))
     for module in model.modules():
         if "_skipless_saver" in type(module).__dict__:
-            module.__class__ = type(module)._skipless_base
+            module.__class__ = original(type(module))
     refresh_record(model)
     return model
 
@@ -116,9 +117,9 @@ def kinds() -> tuple[str, ...]:
 
 def connections(model: nn.Module) -> dict[str, Connection]:
     """The connections that `patch` put in, by dotted name: "model.layers.0.mlp_connection"."""
-    found = {}
+    found: dict[str, Connection] = {}
     for name, module in model.named_modules():
-        for _, attribute in sorted(getattr(type(module), "_skipless_joins", ())):
+        for _, attribute in sorted(joins_of(module)):
             found[f"{name}.{attribute}" if name else attribute] = getattr(module, attribute)
     return found
 
@@ -288,7 +289,7 @@ def _width(layer: Layer) -> int:
     """The stream's width: that of the layer's norms, which stand in front of every sublayer."""
     for name, module in layer.module.named_modules():
         if "norm" in type(module).__name__.lower() and "." not in name.replace(".output.", "_"):
-            shape = getattr(module, "normalized_shape", None) or module.weight.shape
+            shape = getattr(module, "normalized_shape", None) or weight_of(module).shape
             return int(shape[-1])
     raise UserError(f"{layer.name} has no norm of its own, so its width is unknown")
 

@@ -29,6 +29,8 @@ from skipless.surgery.patching import CONSTANT_KINDS, connections, refresh_recor
 
 __all__ = ["Pruned", "prune", "shares"]
 
+_CACHE_INDEX = "layer_idx"
+"""By which transformers' cache addresses a layer."""
 IDENTITY = ConnectionConfig(kind="fixed", a=1.0, b=0.0)
 """The join of a sublayer that was left out."""
 
@@ -164,7 +166,7 @@ def _connections(model: nn.Module) -> dict[str, Connection]:
 def _remove_own(model: Transformer) -> list[str]:
     """Bring the config up to date and take out layers of identities only."""
     config = model.config
-    joins = [(b.attention_connection.config, b.mlp_connection.config) for b in model.layers]
+    joins = [(b.attention_connection.config, b.mlp_connection.config) for b in model.blocks]
     gone = [i for i, pair in enumerate(joins) if pair == (IDENTITY, IDENTITY)]
     placed = config.norm_placement != "post"  # a norm behind the join still acts on the stream
     indexed = config.temperature.kind == "constant" and config.temperature.beta != 1
@@ -178,7 +180,7 @@ def _remove_own(model: Transformer) -> list[str]:
         if joins[old][side] != config.connection
     )
     model.layers = nn.ModuleList(model.layers[i] for i in stay)
-    for index, block in enumerate(model.layers):
+    for index, block in enumerate(model.blocks):
         block.self_attn.layer = index
     model.config = dataclasses.replace(
         config, num_hidden_layers=len(stay), connection_overrides=rules
@@ -191,9 +193,10 @@ def _remove_patched(model: nn.Module) -> list[str]:
     models of several stacks, or with layers of several types, keep them."""
     stacks = find_stacks(model)
     named = connections(model)
-    types = set(getattr(model.config, "layer_types", None) or [None])
+    config: Any = model.config  # one of transformers' classes, or nn.Module would say Tensor
+    types = set(getattr(config, "layer_types", None) or [None])
     removed = []
-    if len(stacks) == 1 and len(types) == 1 and hasattr(model.config, "num_hidden_layers"):
+    if len(stacks) == 1 and len(types) == 1 and hasattr(config, "num_hidden_layers"):
         for layer in stacks[0].layers:
             found = [named.get(layer.path(join)) for join in layer.joins]
             behind = any(join.owner for join in layer.joins)  # BERT norms the stream after a join
@@ -204,11 +207,11 @@ def _remove_patched(model: nn.Module) -> list[str]:
         stay = [layer.module for layer in stacks[0].layers if layer not in removed]
         setattr(model.get_submodule(parent), attribute, nn.ModuleList(stay))
         for index, module in enumerate(stay):
-            for part in module.modules():  # the cache is addressed by it
-                if isinstance(getattr(part, "layer_idx", None), int):
-                    part.layer_idx = index
-        model.config.num_hidden_layers = len(stay)
-        if getattr(model.config, "layer_types", None):
-            model.config.layer_types = model.config.layer_types[: len(stay)]
+            for part in module.modules():
+                if isinstance(getattr(part, _CACHE_INDEX, None), int):
+                    setattr(part, _CACHE_INDEX, index)
+        config.num_hidden_layers = len(stay)
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[: len(stay)]
     refresh_record(model)
     return [layer.name for layer in removed]

@@ -31,6 +31,11 @@ def joining_class(cls: type, joins: Joins) -> type:
     return _joining_class(original(cls), joins)
 
 
+def joins_of(module: object) -> Joins:
+    """What `joining_class` replaced in the class of `module`; empty if it is not patched."""
+    return getattr(type(module), "_skipless_joins", frozenset())
+
+
 @cache
 def _joining_class(base: type, joins: Joins) -> type:
     body = {"forward": _rewritten(base, joins), "_skipless_joins": joins}
@@ -71,7 +76,7 @@ def _reducer(make: Callable[..., type], *arguments: Any) -> Callable:
 
 
 def _new(make: Callable[..., type], arguments: tuple) -> Any:
-    cls = make(*arguments)
+    cls: Any = make(*arguments)
     return cls.__new__(cls)
 
 

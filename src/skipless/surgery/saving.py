@@ -40,9 +40,10 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike, **options: A
         raise UserError(
             f"{type(model).__name__} is not patched; its own save_pretrained is all it needs"
         )
-    if not hasattr(model, "save_pretrained"):
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
         raise UserError(f"{type(model).__name__} is no transformers model; save its state_dict")
-    model.save_pretrained(directory, **options)
+    save(directory, **options)
     return Path(directory)
 
 

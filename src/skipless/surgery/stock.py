@@ -36,6 +36,7 @@ def to_stock(model: Transformer) -> Any:
     if reason:
         raise UserError(f"stock transformers has no class for this model: {reason}")
     folded = fold(model, norm_gains=False).model
+    assert isinstance(folded, Transformer), "fold keeps what a model is"
     for index in range(folded.config.num_hidden_layers):
         for sublayer in ("attention", "mlp"):
             if folded.config.connection_at(index, sublayer).kind != "residual":

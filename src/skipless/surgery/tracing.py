@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from skipless.model import Connection
 from skipless.quant import run_batch
-from skipless.sites import first_tensor, is_linear
+from skipless.sites import bias_of, first_tensor, is_linear, weight_of
 
 
 @dataclass(kw_only=True)
@@ -106,12 +106,13 @@ def _norms(model: nn.Module, connections: dict[str, Connection]) -> dict[str, nn
 @torch.no_grad()
 def _is_plain(norm: nn.Module) -> bool:
     """Whether the output is weight * normalised (+ bias); Gemma's is (1 + weight) * normalised."""
-    weight, bias = norm.weight.clone(), getattr(norm, "bias", None)
+    gain, bias = weight_of(norm), bias_of(norm)
+    weight = gain.clone()
     x = torch.linspace(-1, 2, weight.numel(), dtype=weight.dtype, device=weight.device)[None]
     x = x + x.square()
     with_gain = norm(x)
-    norm.weight.fill_(1.0)
+    gain.fill_(1.0)
     one = norm(x)
-    norm.weight.copy_(weight)
+    gain.copy_(weight)
     expected = one * weight if bias is None else (one - bias) * weight + bias
     return torch.allclose(with_gain, expected, rtol=1e-4, atol=1e-6)
