@@ -41,13 +41,18 @@ class ForwardState:
         self.clear()
 
     def clear(self) -> None:
-        self._source = self._result = self._scale = self._codes = None
+        self._source: tuple[weakref.ref[Tensor], int] | None = None
+        self._result: tuple[Tensor, int] | None = None
+        self._scale: Tensor | None = None
+        self._codes: tuple[weakref.ref[Tensor], int, tuple, Tensor, Tensor] | None = None
         self._key: tuple | None = None
         self._finite: list[tuple[str, Tensor]] = []
 
     def remembered(self, x: Tensor, key: tuple) -> Tensor | None:
         """The result for `x` if it, or what it came from, was the last tensor quantised."""
-        if key != self._key or self._result is None or torch.is_inference(x):
+        if key != self._key or self._source is None or self._result is None:
+            return None
+        if torch.is_inference(x):
             return None
         result, version = self._result
         if result._version != version:
@@ -154,6 +159,7 @@ class ActivationQuantizer:
         if self.is_integer and state.mode == "quantize":
             return x
         if state.mode == "observe":
+            assert self.observer is not None, "only static schemes are calibrated"
             self.observer.update(x)
             return x
         if state.mode == "quantize" and (known := state.remembered(x, self._key)) is not None:
@@ -166,6 +172,7 @@ class ActivationQuantizer:
         if isinstance(self.clip, str):
             state.note_scale(self.site.name, scale)
         if state.mode == "measure":
+            assert state.measure is not None, "who sets this mode says where the tensors go"
             state.measure(self.site.name, x, result)
             return x
         state.remember(x, self._key, result, scale)

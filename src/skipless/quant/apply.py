@@ -34,6 +34,7 @@ from skipless.quant.targets import (
     find_targets,
     find_untouched,
 )
+from skipless.sites import ChoosesImplementation, chooses_implementation
 
 _ATTRIBUTE = "_skipless_quantization"
 
@@ -74,7 +75,7 @@ class Quantization:
     activations: list[ActivationQuantizer]
     state: ForwardState
     handles: list[Any] = field(default_factory=list)
-    eager: list[tuple[nn.Module, str]] = field(default_factory=list)
+    eager: list[tuple[ChoosesImplementation, str]] = field(default_factory=list)
     """Attention modules that were switched to eager, and what they were before."""
     untouched: dict[str, list[str]] = field(default_factory=dict)
     """Modules whose matrices stay in full precision, by what they are (`targets.find_untouched`).
@@ -270,7 +271,7 @@ def _register_hooks(model: nn.Module, record: Quantization) -> None:
 
 def _switch_to_eager(
     model: nn.Module, targets: list[ActivationTarget]
-) -> list[tuple[nn.Module, str]]:
+) -> list[tuple[ChoosesImplementation, str]]:
     """Make attention whose probabilities are a target compute them as a tensor.
 
     Such a module says how it computes in its attribute `implementation`. Returns what to undo.
@@ -279,7 +280,7 @@ def _switch_to_eager(
     for target in targets:
         if target.site.kind == "probabilities":
             attention = model.get_submodule(target.site.module.rpartition(".")[0])
-            if isinstance(getattr(attention, "implementation", None), str):
+            if chooses_implementation(attention):
                 switched.append((attention, attention.implementation))
                 attention.implementation = "eager"
     return switched

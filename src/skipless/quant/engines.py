@@ -160,7 +160,8 @@ def is_float32_exact(device: torch.device) -> bool:
     if device.type == "cuda":
         settings = [torch.backends.cuda.matmul]
     elif device.type == "cpu":
-        settings = [torch.backends.mkldnn.matmul]
+        # made when torch.backends.mkldnn is imported, where no checker sees it
+        settings = [torch.backends.mkldnn.matmul]  # pyright: ignore[reportAttributeAccessIssue]
     else:
         settings = []
     try:

@@ -125,9 +125,7 @@ def quantizer(
 ) -> tuple[Tensor, tuple, bool]:
     """(scale, (smallest, largest code), whether no code can leave them) for grouped values."""
     tiny = torch.finfo(x.dtype).tiny  # the smallest scale: below it numbers lose their digits
-    given = clip
-    if isinstance(clip, str):
-        given = find_range(x, bits, symmetric, clip, whole)
+    given = find_range(x, bits, symmetric, clip, whole) if isinstance(clip, str) else clip
     if symmetric:
         if isinstance(given, tuple):
             raise UserError("clip is a pair (low, high); a symmetric range is one positive number")

@@ -33,6 +33,7 @@ from skipless.quant.engines import ENGINES, Prepared, Problem
 from skipless.quant.fake import integer_codes, quantizer, simulate
 from skipless.quant.hardware import fastest_kernel, pick
 from skipless.quant.scheme import Scheme
+from skipless.sites import bias_of, weight_of
 
 _STATE = "_skipless_integer"
 
@@ -48,7 +49,7 @@ class _Integer:
     plain_class: type
 
 
-class _IntegerForward:
+class _IntegerForward(nn.Module):
     """Mixed in before the layer's own class."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ class _IntegerForward:
             return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
         with torch.no_grad():
             codes, scale = site_codes(site, x)
-            bias = None if self.bias is None else self.bias.detach().float()
+            bias = bias_of(self)
+            bias = None if bias is None else bias.detach().float()
             out = ENGINES[own.engine].linear(own.prepared, codes, scale, bias)
         return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
 
@@ -130,7 +132,7 @@ def from_integer(model: nn.Module) -> nn.Module:
     """Back to the simulation by hooks. Raises UserError if no layer runs on integers."""
     record = quantization(model)
     handles = [h for h in record.handles if isinstance(h, _Handle)] if record else []
-    if not handles:
+    if record is None or not handles:
         raise UserError("the model does not run on integers; there is nothing to undo")
     for handle in handles:
         handle.remove()
@@ -216,7 +218,7 @@ def _fused_codes(
 def _prepare(
     module: nn.Module, weight: Tensor, site: ActivationQuantizer, scheme: Scheme, engine: str | None
 ) -> _Integer:
-    weight = weight.detach().to(module.weight.device)
+    weight = weight.detach().to(weight_of(module).device)
     matrix = weight if isinstance(module, nn.Linear) else weight.t()
     codes, scale = integer_codes(
         matrix, scheme.weight_bits, granularity=scheme.weight_granularity, clip=scheme.clip
@@ -224,7 +226,7 @@ def _prepare(
     out_features, in_features = codes.shape
     problem = Problem(
         weight_bits=scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
-        out_features=out_features, device=module.weight.device.type,
+        out_features=out_features, device=weight.device.type,
     )  # fmt: skip
     try:
         chosen = pick(problem, engine)
