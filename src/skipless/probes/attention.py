@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.probes.moments import F64
+from skipless.sites import chooses_implementation
 
 SATURATED = 0.99
 _FIELDS = ("entropy", "max_probability", "first_token_mass", "saturated", "self_mass")
@@ -124,7 +125,11 @@ def eager_attention(model: nn.Module) -> Iterator[bool]:
 
     Raises UserError if a model refuses the eager implementation.
     """
-    layers = [module for module in model.modules() if _shows_probabilities(module)]
+    layers = [
+        module for module in model.modules()
+        if chooses_implementation(module)
+        and isinstance(getattr(module, "probabilities", None), nn.Module)
+    ]  # fmt: skip
     if layers:
         implementations = [layer.implementation for layer in layers]
         try:
@@ -135,7 +140,7 @@ def eager_attention(model: nn.Module) -> Iterator[bool]:
             for layer, implementation in zip(layers, implementations, strict=True):
                 layer.implementation = implementation
         return
-    own = [m.eager_attention for m in model.modules() if hasattr(m, "eager_attention")]
+    own: list[Any] = [m.eager_attention for m in model.modules() if hasattr(m, "eager_attention")]
     if own:
         with own[0]():
             yield True
@@ -156,11 +161,6 @@ def eager_attention(model: nn.Module) -> Iterator[bool]:
         yield True
     finally:
         switch(before)
-
-
-def _shows_probabilities(module: nn.Module) -> bool:
-    shown = isinstance(getattr(module, "probabilities", None), nn.Module)
-    return shown and isinstance(getattr(module, "implementation", None), str)
 
 
 def find_probabilities(result: Any) -> Tensor | None:

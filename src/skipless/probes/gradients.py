@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.sharded import full
 
 _LAYER = re.compile(r"^(.*?)(?:^|\.)(\d+)\.")
 
@@ -53,6 +54,4 @@ def _square(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return norm.square()
+    return full(torch.linalg.vector_norm(gradient, dtype=torch.float32)).square()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.probes.moments import F64
-from skipless.sites import is_linear
+from skipless.sharded import full
+from skipless.sites import is_linear, weight_of
 
 
 def isometry_error(weight: Tensor, scale: float | None = None) -> float:
@@ -26,8 +27,7 @@ def isometry_error(weight: Tensor, scale: float | None = None) -> float:
     """
     if weight.dim() != 2:
         raise UserError(f"isometry needs a matrix, not a tensor of shape {tuple(weight.shape)}")
-    w = weight.detach()
-    w = w.full_tensor() if hasattr(w, "full_tensor") else w
+    w = full(weight.detach())
     w = (w.cpu() if w.device.type == "mps" else w).to(F64)
     gram = w @ w.T if w.shape[0] <= w.shape[1] else w.T @ w
     if gram.numel() == 0 or not torch.isfinite(gram).all():
@@ -42,7 +42,7 @@ def isometry_error(weight: Tensor, scale: float | None = None) -> float:
 def hidden_matrices(model: nn.Module) -> dict[str, Tensor]:
     """Weights of the linear layers inside numbered blocks, by parameter name."""
     found = {
-        f"{name}.weight": module.weight
+        f"{name}.weight": weight_of(module)
         for name, module in model.named_modules()
         if is_linear(module) and any(part.isdigit() for part in name.split("."))
     }

@@ -47,9 +47,11 @@ def watch_joins(model: nn.Module, sites: Iterable[Site], emit: Emit) -> list[Any
 def _watch_connection(module: nn.Module, site: Site, emit: Emit) -> Any:
     def hook(_: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
         y = first_tensor(result)
+        if y is None:
+            return
         both = [
             value for value in (*args, *kwargs.values())
-            if isinstance(value, Tensor) and y is not None and value.shape == y.shape
+            if isinstance(value, Tensor) and value.shape == y.shape
         ]  # fmt: skip
         if len(both) >= 2:
             emit((site.module, site.layer, site.sublayer), both[0], both[1], y)
@@ -94,10 +96,12 @@ def _additive(
     x: Tensor, y: Tensor, branches: list[tuple[Site, Tensor | None]]
 ) -> list[tuple[Site, Tensor, Tensor, Tensor]] | None:
     """(site, F, stream before, stream after) of each branch if they add up to y, else None."""
-    if not branches or any(f is None or f.shape != x.shape for _, f in branches):
+    if not branches:
         return None
     steps, stream = [], x
     for site, branch in branches:
+        if branch is None or branch.shape != x.shape:
+            return None
         new = stream + branch
         steps.append((site, branch, stream, new))
         stream = new

@@ -87,8 +87,8 @@ class Moments:
     def pooled(self) -> tuple[int, float, float, float, float]:
         """(n, mean, M2, M3, M4) over all tokens and channels; M_k = sum of centred k-th powers."""
         if self.count == 0:
-            return 0, *([float("nan")] * 4)
-        mean, (m2, m3, m4) = self.mean, self.sums
+            return 0, math.nan, math.nan, math.nan, math.nan
+        mean, (m2, m3, m4) = self._known()
         grand = mean.mean()
         d, n = mean - grand, self.count
         total2 = (m2 + n * d**2).sum()
@@ -112,14 +112,15 @@ class Moments:
         """Excess kurtosis over tokens of each channel (S1), float64 [D]; NaN where constant."""
         if self.count == 0:
             return torch.empty(0, dtype=F64)
-        m2, _, m4 = self.sums
-        return _excess(m2 / self.count, m4 / self.count, self.mean)
+        mean, (m2, _, m4) = self._known()
+        return _excess(m2 / self.count, m4 / self.count, mean)
 
     def channel_energy(self) -> float:
         """S2 = D sum s_j^2 / (sum s_j)^2 with s_j the mean square of channel j; in [1, D]."""
         if self.count == 0:
             return float("nan")
-        energy = self.mean**2 + self.sums[0] / self.count
+        mean, (m2, _, _) = self._known()
+        energy = mean**2 + m2 / self.count
         total = float(energy.sum())
         return float(self.num_channels * (energy**2).sum()) / total**2 if total else float("nan")
 
@@ -158,10 +159,15 @@ class Moments:
     def state_dict(self) -> dict[str, Any]:
         """Everything, as CPU tensors and numbers; safe to pickle, send or save."""
         state = dict(vars(self))
-        if self.mean is not None:
-            state["mean"] = self.mean.cpu()
-            state["sums"] = tuple(s.cpu() for s in self.sums)
+        if self.count:
+            mean, sums = self._known()
+            state["mean"], state["sums"] = mean.cpu(), tuple(s.cpu() for s in sums)
         return state
+
+    def _known(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Mean and sums, which any token has set."""
+        assert self.mean is not None and self.sums is not None, f"of {self.count} tokens"
+        return self.mean, self.sums
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Moments:
@@ -271,11 +277,11 @@ def _excess(second: Tensor, fourth: Tensor, mean: Tensor) -> Tensor:
 
 def _merged(a: Moments, b: Moments) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Pebay's pairwise formulas for mean, M2, M3, M4."""
-    device = a.mean.device
+    (mean, (a2, a3, a4)), (other, others) = a._known(), b._known()
     na, nb, n = a.count, b.count, a.count + b.count
-    (a2, a3, a4), (b2, b3, b4) = a.sums, (s.to(device) for s in b.sums)
-    d = b.mean.to(device) - a.mean
-    mean = a.mean + d * (nb / n)
+    b2, b3, b4 = (s.to(mean.device) for s in others)
+    d = other.to(mean.device) - mean
+    mean = mean + d * (nb / n)
     m2 = a2 + b2 + d**2 * (na * nb / n)
     m3 = a3 + b3 + d**3 * (na * nb * (na - nb) / n**2) + 3 * d * (na * b2 - nb * a2) / n
     m4 = (
