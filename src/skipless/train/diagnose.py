@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.sharded import local
 from skipless.train.distributed import World, uncompiled
 from skipless.train.measure import Batch
 from skipless.train.precision import autocast
@@ -93,8 +94,7 @@ def _union(world: World, names: list[str]) -> list[str]:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return bool(torch.isfinite(local.detach()).all())
+    return bool(torch.isfinite(local(tensor).detach()).all())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -21,7 +21,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,10 @@ from torch import Tensor, nn
 
 from skipless.config import TrainConfig
 from skipless.errors import UserError
+from skipless.model import Transformer
+from skipless.sharded import full
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,7 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def first(self, action: Callable[[], Any]) -> Any:
+    def first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only; every rank gets its result, or its exception."""
         if not self.is_distributed:
             return action()
@@ -81,7 +85,7 @@ class World:
             raise answer[1]
         return answer[0]
 
-    def in_turn(self, action: Callable[[], Any]) -> Any:
+    def in_turn(self, action: Callable[[], T]) -> T:
         """Run `action` on the first process of each machine, then on its others.
 
         For work that leaves its result on a disk where the others then find it.
@@ -158,8 +162,8 @@ def start(config: TrainConfig) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def parallelise(model: nn.Module, config: TrainConfig, world: World) -> nn.Module:
-    """Prepare `model` in place for training: recompute, compile, shard. Returns it.
+def parallelise(model: Transformer, config: TrainConfig, world: World) -> None:
+    """Prepare `model` in place for training: recompute, compile, shard.
 
     `model.layer_list` names the blocks. Module and parameter names stay as they are, so that
     probes, checkpoints and role routing see the same model whatever the settings.
@@ -182,7 +186,14 @@ def parallelise(model: nn.Module, config: TrainConfig, world: World) -> nn.Modul
         for block in blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    return model
+
+
+def average_gradients(model: nn.Module, on: bool) -> None:
+    """Whether the next backward pass of a sharded model averages its gradients over ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    assert isinstance(model, FSDPModule), "`parallelise` shards the model of several processes"
+    model.set_requires_gradient_sync(on)
 
 
 @contextlib.contextmanager
@@ -208,8 +219,9 @@ def reshard(model: nn.Module) -> None:
     never makes.
     """
     for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
+        give_back: Callable[[], None] | None = getattr(module, "reshard", None)
+        if give_back is not None:
+            give_back()
 
 
 def drop_compiled(model: nn.Module) -> None:
@@ -225,16 +237,15 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
     Returns the norm before. Sharded gradients count over all processes. A non-finite norm changes
     nothing: the loop stops on it.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    total = nn.utils.get_total_norm([p.grad for p in parameters])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = nn.utils.get_total_norm(gradients)
     norm = float(whole(total))
     if max_norm is not None and math.isfinite(norm) and norm > max_norm:
         # The factor is a plain number, which sharded and whole gradients both take.
-        torch._foreach_mul_([p.grad for p in parameters], max_norm / (norm + 1e-6))
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
     return norm
 
 
 def whole(tensor: Tensor) -> Tensor:
     """The unsharded tensor, detached. All ranks must call it for a sharded one."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full(tensor.detach())

@@ -37,7 +37,7 @@ class LoadedRun:
 
     path: Path
     config: RunConfig
-    model: nn.Module
+    model: Transformer
     step: int
     """Training steps behind these weights."""
     is_finished: bool

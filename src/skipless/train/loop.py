@@ -38,7 +38,14 @@ from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir
 from skipless.train import checkpoint
 from skipless.train.checkpoint import Position
 from skipless.train.diagnose import all_finite, diagnose, sentence
-from skipless.train.distributed import World, clip, drop_compiled, parallelise, start
+from skipless.train.distributed import (
+    World,
+    average_gradients,
+    clip,
+    drop_compiled,
+    parallelise,
+    start,
+)
 from skipless.train.load import check_text, note_text, open_text, save_weights
 from skipless.train.measure import (
     Batch,
@@ -159,7 +166,8 @@ class Loop:
         settings, world = self.settings, self.world
         if not world.is_distributed:
             model = Transformer(self.config.model, seed=settings.seed).to(world.device)
-            return parallelise(model, settings, world).train()
+            parallelise(model, settings, world)
+            return model.train()
         with torch.device("meta"):
             model = Transformer(self.config.model)
         parallelise(model, settings, world)
@@ -268,7 +276,7 @@ class Loop:
             if number > 1:
                 self.stop.check()
             if world.is_distributed:
-                self.model.set_requires_gradient_sync(number == len(parts))
+                average_gradients(self.model, number == len(parts))
             weight = int((labels != -100).sum()) / total
             with autocast(self.settings.precision, world.device):
                 loss = self.model(ids.to(world.device), labels=labels.to(world.device)).loss

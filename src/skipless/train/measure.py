@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from skipless.config import ProbeConfig, RunConfig
 from skipless.data import PreparedData, open_batches
 from skipless.errors import UserError
+from skipless.model import Transformer
 from skipless.probes import Probe, gradient_norms, isometry_drift
+from skipless.sharded import full
 from skipless.train.distributed import World, reshard, uncompiled
 from skipless.train.precision import autocast
 
@@ -94,7 +96,7 @@ def bits_per_byte(nats: float, bytes_per_token: float) -> float:
 
 
 def probe_row(
-    model: nn.Module,
+    model: Transformer,
     batches: list[Batch],
     config: ProbeConfig,
     world: World,
@@ -127,7 +129,7 @@ def probe_row(
     }
 
 
-def trace(model: nn.Module, step: int, *, every: int) -> dict[str, Any]:
+def trace(model: Transformer, step: int, *, every: int) -> dict[str, Any]:
     """What `probe.trace_every` adds to a row of metrics.jsonl, between backward and clipping:
     gradient norm by layer, and each gain the gradient was taken at, of channels the mean |gain|.
 
@@ -143,7 +145,7 @@ def trace(model: nn.Module, step: int, *, every: int) -> dict[str, Any]:
 
 
 def measure_sites(
-    model: nn.Module,
+    model: Transformer,
     config: RunConfig,
     data: PreparedData,
     *,
@@ -189,7 +191,5 @@ def step_numbers(metrics: list[dict[str, float]]) -> dict[str, dict[str, float]]
 def plain(value: Any) -> Any:
     """A tensor as a number or nested list of numbers; a sharded one is gathered first."""
     if isinstance(value, Tensor):
-        value = value.detach()
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return value.tolist()
+        return full(value.detach()).tolist()
     return value
