@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +31,9 @@ from skipless.optim.roles import (
     roles_from_tensors,
 )
 from skipless.optim.saved import match_by_name
-from skipless.optim.sharding import (
-    Exchange,
-    Sink,
-    add_over_ranks,
-    exchanges,
-    is_sharded,
-    local,
-)
+from skipless.optim.sharding import Exchange, Sink, add_over_ranks, exchanges
 from skipless.optim.tail import update_adamw
+from skipless.sharded import is_sharded, local
 
 Named = tuple[str, Tensor]
 
@@ -157,7 +151,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         roles = {n: role for n, _ in named} if role else roles_from_tensors(named)
         return self._by_role(named, roles, options)
 
-    def _by_role(self, named: list[Named], roles: dict[str, str], options: dict[str, Any]):
+    def _by_role(self, named: Sequence[Named], roles: dict[str, str], options: dict[str, Any]):
         groups: dict[str, dict[str, Any]] = {}
         for name, p in named:
             self._names[p] = name
@@ -273,9 +267,13 @@ class RoleOptimizer(torch.optim.Optimizer):
         self.state[p]["step"] = step + float(counts)
 
     def _finite(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient) where the gradient is finite; others are counted and left out."""
+        """(parameter, gradient) where the gradient is finite; others are counted and left out.
+
+        All of `params` have a gradient.
+        """
+        gradients = cast("list[Tensor]", [p.grad for p in params])
         # A sum is non-finite if any entry is; it overflows only where the step is lost anyway.
-        sums = [local(p.grad).sum(dtype=torch.float32) for p in params]
+        sums = [local(g).sum(dtype=torch.float32) for g in gradients]
         by_device: dict[torch.device, list[int]] = {}
         for i, s in enumerate(sums):
             by_device.setdefault(s.device, []).append(i)
@@ -285,7 +283,7 @@ class RoleOptimizer(torch.optim.Optimizer):
             add_over_ranks(stacked, [params[i] for i in indices])
             for i, good in zip(indices, torch.isfinite(stacked).tolist(), strict=True):
                 if good:
-                    pairs.append((params[i], params[i].grad))
+                    pairs.append((params[i], gradients[i]))
                 else:
                     name = self._names.get(params[i], "?")
                     self.skipped[name] = self.skipped.get(name, 0) + 1

@@ -183,9 +183,9 @@ def true_counts(layouts: list[Layout], like: Tensor) -> tuple[Any, Any]:
     """True rows and columns: plain numbers where nothing is padded, else [K, 1]."""
     if not any(lay.padded for lay in layouts):
         return layouts[0].bm, layouts[0].bn
-    rows = [r for lay in layouts for r in lay.rows]
-    cols = [c for lay in layouts for c in lay.cols]
-    return tuple(torch.tensor(x, device=like.device).unsqueeze(-1) for x in (rows, cols))
+    rows = torch.tensor([r for lay in layouts for r in lay.rows], device=like.device)
+    cols = torch.tensor([c for lay in layouts for c in lay.cols], device=like.device)
+    return rows.unsqueeze(-1), cols.unsqueeze(-1)
 
 
 def per_block(values: list[float], layouts: list[Layout], like: Tensor) -> Any:

@@ -8,19 +8,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from skipless.checks import is_real, is_whole
 from skipless.errors import UserError, suggestion
 
 
 def from_zero(what: str, value: Any) -> None:
     """A finite number from 0 on."""
-    real = isinstance(value, Real) and not isinstance(value, bool) or _is_scalar(value)
-    if not real or not (value >= 0 and math.isfinite(value)):
+    if not (is_real(value) or _is_scalar(value)) or not (value >= 0 and math.isfinite(value)):
         raise UserError(f"{what} is {value!r}; a finite number from 0 on was expected")
 
 
@@ -28,21 +27,21 @@ def at_least_one(what: str, value: Any, *, or_none: bool = False) -> None:
     """A whole number from 1 on."""
     if value is None and or_none:
         return
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         also = ", or None" if or_none else ""
         raise UserError(f"{what} is {value!r}; a whole number of at least 1{also} was expected")
 
 
 def decay(what: str, value: Any) -> None:
     """One averaging decay in [0, 1)."""
-    if not isinstance(value, Real) or not 0 <= value < 1:
+    if not is_real(value) or not 0 <= value < 1:
         raise UserError(f"{what} is {value!r}; a decay in [0, 1) was expected")
 
 
 def decays(what: str, pair: Any) -> None:
     """Two averaging decays in [0, 1)."""
     fits = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if not fits or not all((isinstance(b, Real) or _is_scalar(b)) and 0 <= b < 1 for b in pair):
+    if not fits or not all((is_real(b) or _is_scalar(b)) and 0 <= b < 1 for b in pair):
         raise UserError(f"{what} is {pair!r}; two decays in [0, 1) were expected")
 
 
@@ -53,7 +52,7 @@ def no_unknown(optimizer: Any, unknown: Mapping[str, Any]) -> None:
     known = {
         name
         for cls in type(optimizer).__mro__
-        if "__init__" in vars(cls) and cls.__module__.startswith(__package__)
+        if "__init__" in vars(cls) and cls.__module__.startswith(__name__.rpartition(".")[0])
         for name, parameter in inspect.signature(cls.__init__).parameters.items()
         if parameter.kind is not parameter.VAR_KEYWORD
     }
@@ -98,6 +97,6 @@ def group_options(group: Mapping[str, Any]) -> None:
         decays("betas of a parameter group", group["betas"])
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: Any) -> TypeGuard[Tensor]:
     """Learning rates may be tensors of one element, as in torch."""
     return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.optim.sharding import full, local
+from skipless.sharded import full, local
 
 
 def step_device(p: Tensor) -> torch.device:

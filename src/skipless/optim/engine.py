@@ -50,7 +50,7 @@ def step_bucket(
         for k in range(first, last):
             p = bucket.params[k]
             g = bucket.layouts[k].to_blocks(gradients[p])
-            step = state[p]["step"]
+            step: Tensor = state[p]["step"]
             # An all-zero first gradient says nothing about the scale: wait for another.
             steps[p] = 0 if step == 0 and not _begin(bucket, k, g, factors) else int(step.add_(1))
             blocks.append(g)
@@ -196,7 +196,9 @@ def refresh(
                 _rebalance(bucket, index, power)
             for side in bucket.sides:
                 turn = side.refresh(b, index, is_exact, power, eps)
-                for what in ("momentum", "second") if turn is not None else ():
+                if turn is None:
+                    continue
+                for what in ("momentum", "second"):
                     if what in b:
                         by = turn.square() if what == "second" else turn
                         old = b[what][index].float()

@@ -9,34 +9,21 @@ than by rows over a one-dimensional mesh are gathered and computed on every rank
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from skipless.optim.blocks import Layout
+from skipless.sharded import full, is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
-def is_sharded(x: Tensor) -> bool:
-    """Whether `x` is a DTensor. Where the module was never imported, none can exist."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
-
-
-def full(x: Tensor) -> Tensor:
-    """The whole tensor on every rank (a collective); `x` itself if it is not sharded."""
-    return x.full_tensor() if is_sharded(x) else x
-
-
-def local(x: Tensor) -> Tensor:
-    """This rank's piece (it may be empty); `x` itself if it is not sharded."""
-    return x.to_local() if is_sharded(x) else x
-
-
-def add_over_ranks(values: Tensor, params: list[Tensor]) -> None:
+def add_over_ranks(values: Tensor, params: Sequence[Tensor]) -> None:
     """Sum values[i] over the ranks that share params[i], in place; plain ones stay."""
     meshes: dict[Any, list[int]] = {}
     for i, p in enumerate(params):
@@ -113,10 +100,11 @@ class Sink:
 class Exchange:
     """Owner ranks of some DTensor parameters on one mesh, and the traffic between them."""
 
-    def __init__(self, params: list[Tensor], cost: Callable[[Tensor], float]) -> None:
+    def __init__(self, params: list[DTensor], cost: Callable[[Tensor], float]) -> None:
         self.params, self.mesh = params, params[0].device_mesh
         self.by_rows = self.mesh.ndim == 1 and all(
-            type(p.placements[0]).__name__ == "Shard" and p.placements[0].dim == 0 for p in params
+            type(p.placements[0]).__name__ == "Shard" and getattr(p.placements[0], "dim", None) == 0
+            for p in params
         )
         self.group = self.mesh.get_group(0)
         self.rank, self.world = self.mesh.get_local_rank(0), self.mesh.size(0)
@@ -137,7 +125,7 @@ class Exchange:
         each = -(-m // self.world)
         return [max(0, min(each, m - r * each)) for r in range(self.world)]
 
-    def gather(self, tensors: dict[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def gather(self, tensors: dict[DTensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(p, whole tensor) of the parameters this rank owns, from every rank's pieces."""
         mine = [p for p in self.params if p in tensors]
         if not self.by_rows:
@@ -153,7 +141,7 @@ class Exchange:
             whole.append((p, torch.cat(parts).view(p.shape)))
         return whole
 
-    def scatter(self, tensors: dict[Tensor, Tensor], sink: Sink) -> None:
+    def scatter(self, tensors: dict[DTensor, Tensor], sink: Sink) -> None:
         """Send each rank its rows of the updates in `sink` and apply them."""
         updates = sink.collected or {}
         mine = [p for p in self.params if p in tensors]
@@ -167,7 +155,7 @@ class Exchange:
             return
         owned = [p for p in mine if self.owner[p] == self.rank]
         zero = {p: torch.zeros(p.shape, device=local(p).device) for p in owned if p not in updates}
-        cut = {p: (updates.get(p, zero.get(p))).split(self._rows(p)) for p in owned}
+        cut = {p: (updates if p in updates else zero)[p].split(self._rows(p)) for p in owned}
         send = [[cut[p][r] for p in owned] for r in range(self.world)]
         theirs = [[p for p in mine if self.owner[p] == r] for r in range(self.world)]
         sizes = [[local(p).numel() for p in theirs[r]] for r in range(self.world)]
@@ -176,7 +164,7 @@ class Exchange:
             for p, piece in zip(theirs[r], pieces[r], strict=True):
                 sink.apply(local(p), piece.view(local(p).shape))
 
-    def _swap(self, send: list[list[Tensor]], sizes: list[list[int]], like: list[Tensor]):
+    def _swap(self, send: list[list[Tensor]], sizes: list[list[int]], like: list[DTensor]):
         """One all-to-all of float32 pieces; returns pieces by sending rank."""
         device = local(like[0]).device
         flat = [x.reshape(-1).float() for row in send for x in row]
@@ -191,10 +179,10 @@ class Exchange:
 
 
 def exchanges(
-    params: list[Tensor], cost: Callable[[Tensor], float], cache: dict[tuple, Exchange]
+    params: list[DTensor], cost: Callable[[Tensor], float], cache: dict[tuple, Exchange]
 ) -> list[Exchange]:
     """One exchange for each mesh and way of sharding among `params`, kept in `cache`."""
-    kinds: dict[tuple, list[Tensor]] = {}
+    kinds: dict[tuple, list[DTensor]] = {}
     for p in params:
         kinds.setdefault((p.device_mesh, p.placements, local(p).device), []).append(p)
     made = []

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from skipless.optim.describe import step_device
-from skipless.optim.sharding import local
+from skipless.sharded import local
 
 
 def update_adamw(

@@ -61,7 +61,7 @@ from skipless.optim.buckets import Bucket, SideChoice
 from skipless.optim.engine import refresh, rms_scale, step_bucket
 from skipless.optim.reference import reference_update
 from skipless.optim.roots import full_precision
-from skipless.optim.sharding import local
+from skipless.sharded import local
 
 ROOTS = ("auto", "eigh", "qr", "newton")
 
