@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,7 +76,8 @@ def searched(names: Iterable[str], rates: tuple[str, ...], further: int, **sweep
 
 def spelled(rate: float) -> str:
     """5e-4 rather than 0.0005: as rates are written here."""
-    return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+    digits, exponent = f"{rate:.6e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
 def print_parity(found: Losses) -> dict[str, dict]:
@@ -112,8 +114,10 @@ def print_table(found: Losses) -> dict[str, dict]:
             print(f"| {label} | " + " | ".join(cells.get(rate, "") for rate in rates) + " |")
         adamw = min(rows["AdamW"], key=rows["AdamW"].__getitem__)
         for row in rows.values():
-            near = (x for rate, x in row.items() if 0.49 < float(rate) / float(adamw) < 2.01)
-            worst = max(worst, min(near) - min(row.values()))
+            near = [rate for rate in row if 0.49 < float(rate) / float(adamw) < 2.01]
+            # Where none is so near (the search went elsewhere) the nearest is a lower bound.
+            near = near or [min(row, key=lambda rate: abs(math.log(float(rate) / float(adamw))))]
+            worst = max(worst, min(row[rate] for rate in near) - min(row.values()))
     return {"lr_transfer_worst": {"value": round(worst, 4), "target": None, "better": "lower"}}
 
 

@@ -100,10 +100,15 @@ def gradients(sizes: list[tuple[int, int]], seed: int) -> list[Tensor]:
 
 
 def made(name: str, build: Callable, sizes: list[tuple[int, int]], **more) -> Contender:
-    """A contender around a torch optimiser."""
+    """A contender around a torch optimiser; ours are told that all are hidden matrices."""
     params = [nn.Parameter(w) for w in gradients(sizes, seed=99)]
     optimizer = build(params)
     return Contender(name, optimizer.step, params, optimizer.state, **more)
+
+
+def ours(cls: type, **options) -> Callable:
+    """One of our optimisers over hidden matrices."""
+    return lambda params: cls([{"params": params, "role": "matrix"}], lr=1e-4, **options)
 
 
 def plain_newton_schulz(gradient: Tensor, coefficients, steps: int, eps: float) -> Tensor:
@@ -202,18 +207,19 @@ def contenders(sizes: list[tuple[int, int]]) -> list[Contender]:
         precondition_frequency=CYCLE,
     )  # fmt: skip
     return [
-        made(KL, functools.partial(KLShampoo, lr=1e-4), sizes),
-        made("  whole matrices", functools.partial(KLShampoo, lr=1e-4, block_size=None), sizes),
-        made("  reference=True", functools.partial(KLShampoo, lr=1e-4, reference=True), sizes),
+        made(KL, ours(KLShampoo), sizes),
+        made("  whole matrices", ours(KLShampoo, block_size=None), sizes),
+        made("  packed triangles", ours(KLShampoo, packed=True), sizes),
+        made("  reference=True", ours(KLShampoo, reference=True), sizes),
         made("HeavyBall KLShampoo, eager", heavyball_kl, sizes),
         *bounds(sizes),
-        made(SOAP_, functools.partial(SOAP, lr=1e-4), sizes),
+        made(SOAP_, ours(SOAP), sizes),
         made(
             "pytorch-optimizer SOAP",
             functools.partial(PytorchOptimizerSOAP, lr=1e-4, precondition_frequency=CYCLE),
             sizes,
         ),
-        made(MUON, functools.partial(Muon, lr=1e-4), sizes),
+        made(MUON, ours(Muon), sizes),
         *muon_peers(sizes),
         made("torch.optim.AdamW, fused", functools.partial(torch.optim.AdamW, fused=True), sizes),
     ]
@@ -243,7 +249,7 @@ def dearest_over_median(sizes: list, num_steps: int, repeats: Iterator[int]) -> 
     least = [math.inf] * num_steps
     pool = [gradients(sizes, seed) for seed in range(3)]
     for _ in repeats:
-        row = made(KL, functools.partial(KLShampoo, lr=1e-4), sizes)
+        row = made(KL, ours(KLShampoo), sizes)
         for step in range(num_steps):
             row.run(pool[step % len(pool)])
         least = [min(pair) for pair in zip(least, row.wall, strict=True)]
