@@ -26,6 +26,7 @@ from skipless.arguments import (
 )
 from skipless.comparing import compare_connections
 from skipless.errors import UserError, suggestion
+from skipless.foreign import models, patch
 from skipless.terminal import (
     check_schemes,
     evaluation_line,
@@ -310,6 +311,8 @@ COMMANDS = {
     "probe": probe,
     "quantize": quantize,
     "report": report,
+    "models": models,
+    "patch": patch,
 }
 RESUMING = ("demo", "train", "sweep", "compare-connections")
 SETTABLE = ("train", "sweep", "compare-connections")

@@ -6,6 +6,6 @@ Neither torch nor transformers is imported: the formats are read with numpy.
 """
 
 from skipless.pretrained.catalog import MODELS, Pretrained
-from skipless.pretrained.fetching import fetch_model, models
+from skipless.pretrained.fetching import HEADER, fetch_model, models
 
-__all__ = ["MODELS", "Pretrained", "fetch_model", "models"]
+__all__ = ["HEADER", "MODELS", "Pretrained", "fetch_model", "models"]

@@ -21,11 +21,12 @@ from skipless.locking import locked, remove_leftovers
 from skipless.pretrained.catalog import MODELS, Pretrained
 from skipless.rundir import atomic_path
 
-__all__ = ["fetch_model", "models"]
+__all__ = ["HEADER", "fetch_model", "models"]
 
 CONVERTING = 1
 """Raised whenever a converter changes, so that old folders are not mistaken for new ones."""
 HEADER = "source.json"
+"""File of a model's folder that says which package it came from, with hashes."""
 
 
 def models() -> list[dict[str, object]]:

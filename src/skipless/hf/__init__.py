@@ -1,0 +1,14 @@
+"""Importing this lets transformers' Auto classes restore what `skipless.surgery` patched.
+
+    import skipless.hf
+    AutoModelForCausalLM.from_pretrained("patched")   # as skipless.surgery.load("patched")
+
+`fetch_model` is that of `skipless.pretrained`.
+"""
+
+from skipless.hf.auto import PatchedConfig, register
+from skipless.pretrained import fetch_model
+
+register()
+
+__all__ = ["PatchedConfig", "fetch_model", "register"]

@@ -1,0 +1,170 @@
+"""Patching a model on disk: folder or catalog name in, patched folder out. Read by the CLI.
+
+The model is loaded in the class its config names, patched, run before and after on the same
+sample (random tokens, image or sound, seed 0), and written with its tokenizer beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError, check_choice, suggestion
+from skipless.pretrained import HEADER, MODELS, fetch_model
+from skipless.rundir import atomic_path
+from skipless.surgery.patching import connections, kinds, patch
+from skipless.surgery.saving import MODEL_TYPE, save_pretrained
+
+__all__ = ["PatchedFolder", "find_folder", "patch_folder", "sample_batch"]
+
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
+_NUM_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchedFolder:
+    """What `patch_folder` wrote."""
+
+    path: Path
+    model: str
+    """Class of the model."""
+    places: tuple[tuple[str, str, str], ...]
+    """(layer, sublayer, kind) of every connection put in."""
+    num_parameters: int
+    """Learned numbers that came in."""
+    difference: float
+    """Largest change of an output number on the sample."""
+    largest: float
+    """Largest output number before, to compare with."""
+
+
+def patch_folder(
+    model: str,
+    out: str | Path,
+    connection: str = "rezero",
+    *,
+    sites: Sequence[str] = (),
+    layers: Sequence[int] = (),
+    stacks: Sequence[str] = (),
+) -> PatchedFolder:
+    """Patch a Hugging Face folder (or a name of the catalog) and save it as the folder `out`.
+
+    Empty `sites`, `layers`, `stacks` mean all. Raises UserError as `patch` does, for an `out` that
+    exists, for a folder that is no model or patched already.
+    """
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already; name a folder that does not")
+    check_choice("connection kind", connection, kinds())  # before anything large is read
+    source = find_folder(model)
+    loaded = _load(source)
+    batch = sample_batch(loaded)
+    before = _output(loaded, batch)
+    chosen = {"sites": sites, "layers": layers, "stacks": stacks}
+    patch(loaded, connection, **{name: value for name, value in chosen.items() if value})
+    after = _output(loaded, batch)
+    with atomic_path(target) as temporary:
+        save_pretrained(loaded, temporary)
+        for file in source.iterdir():  # tokenizer, processor; not what was written anew
+            copied = file.is_file() and not file.name.endswith((*_WEIGHTS, HEADER))
+            if copied and not (temporary / file.name).exists():
+                shutil.copy2(file, temporary / file.name)
+    found = connections(loaded)
+    names = (name.rpartition(".") for name in found)
+    return PatchedFolder(
+        path=target, model=type(loaded).__name__,
+        places=tuple(
+            (layer, attribute.removesuffix("_connection"), connection)
+            for layer, _, attribute in names
+        ),
+        num_parameters=sum(p.numel() for m in found.values() for p in m.parameters()),
+        difference=float((after.double() - before.double()).abs().max()),
+        largest=float(before.double().abs().max()),
+    )  # fmt: skip
+
+
+def find_folder(model: str) -> Path:
+    """The folder that `model` names: itself, or a fetched model of the catalog."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if model in MODELS.names():
+        return fetch_model(model)
+    raise UserError(
+        f"{model} is neither a folder nor a named model; "
+        f"{suggestion(model, MODELS.names(), noun='model')}"
+    )
+
+
+def _load(path: Path) -> Any:
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(f"{path} holds no config.json; name the folder of a Hugging Face model")
+    try:
+        config = json.loads(file.read_text())
+        name = (config.get("architectures") or ["AutoModel"])[0]
+        kind = config["model_type"]
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{file} is no config of a Hugging Face model") from None
+    if kind == MODEL_TYPE:
+        raise UserError(
+            f"{path} is patched already; load it with skipless.surgery.load to change the patch"
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "transformers is not installed; install it with `pip install -e '.[hf]'`"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    cls = getattr(transformers, name, None)
+    if cls is None:
+        raise UserError(f"{path} holds a {name}, which this version of transformers does not have")
+    try:
+        return cls.from_pretrained(path).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} cannot be loaded as {name}: {reason}") from None
+
+
+def sample_batch(model: Any) -> dict[str, Tensor]:
+    """Random inputs of the kinds that the model's forward takes, batch of 1, seed 0."""
+    generator = torch.Generator().manual_seed(0)
+    config, kind = model.config, model.main_input_name
+    batch = {}
+    vision = getattr(config, "vision_config", config)
+    if hasattr(vision, "image_size"):
+        shape = (1, getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
+        batch["pixel_values"] = torch.randn(shape, generator=generator)
+    if kind == "input_features":
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        batch[kind] = torch.randn(shape, generator=generator)
+    if kind != "pixel_values":
+        text = config.get_text_config()
+        ids = torch.randint(5, text.vocab_size, (1, _NUM_TOKENS), generator=generator)
+        end = getattr(text, "eos_token_id", None)
+        if isinstance(end, int):
+            ids[:, -1] = end  # CLIP pools there
+        ids = ids[:, -getattr(text, "max_position_embeddings", _NUM_TOKENS) :]
+        ids = ids[:, -getattr(text, "max_target_positions", _NUM_TOKENS) :]
+        batch["decoder_input_ids" if kind == "input_features" else "input_ids"] = ids
+    return batch
+
+
+@torch.no_grad()
+def _output(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    floating = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    out: Any = model(
+        **{k: v.to(floating) if v.is_floating_point() else v for k, v in batch.items()}
+    )
+    for name in ("logits", "logits_per_image", "last_hidden_state"):
+        if getattr(out, name, None) is not None:
+            return out[name]
+    return out[0]

@@ -1,0 +1,81 @@
+"""`skipless patch`: a folder in, a patched folder out, one sentence for what cannot be."""
+
+import json
+
+import pytest
+import torch
+
+from skipless.cli import main
+from skipless.errors import UserError
+from skipless.surgery import connections, load, patch
+from skipless.surgery.folders import find_folder, patch_folder, sample_batch
+
+FAMILIES = ("llama", "gpt2", "bert", "vit", "clip", "whisper")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_neutral_patch_changes_no_output(tiny, family, tmp_path):
+    tiny.build(family).save_pretrained(tmp_path / "plain")
+    (tmp_path / "plain" / "tokenizer.json").write_text("{}")
+    done = patch_folder(str(tmp_path / "plain"), tmp_path / "new", "layerscale", layers=[-1])
+    assert done.difference == 0 and done.largest > 0 and done.num_parameters > 0
+    loaded = load(tmp_path / "new")
+    names = {f"{layer}.{site}_connection" for layer, site, _ in done.places}
+    assert names == set(connections(loaded)) and done.model == type(loaded).__name__
+    assert (tmp_path / "new" / "tokenizer.json").exists()
+    batch = tiny.inputs(family)
+    with torch.no_grad():
+        assert torch.equal(tiny.logits(loaded, batch), tiny.logits(tiny.build(family), batch))
+
+
+def test_the_command_prints_places_and_change(tiny, tmp_path, capsys):
+    tiny.build("llama").save_pretrained(tmp_path / "plain")
+    plain, new = str(tmp_path / "plain"), str(tmp_path / "new")
+    arguments = ["patch", plain, "--connection", "none", "--sites", "mlp", "--layers", "1"]
+    assert main([*arguments, "--out", new]) == 0
+    said = capsys.readouterr().out
+    assert "LlamaForCausalLM: 1 connections, 0 new parameters" in said
+    assert "model.layers.1  mlp -> none" in said and "changed by up to" in said and new in said
+    assert main([*arguments, "--json", "--out", new + "2"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    model = tiny.build("llama")
+    batch = sample_batch(model)
+    with torch.no_grad():
+        before = model(**batch).logits
+        after = patch(model, "none", sites="mlp", layers=1)(**batch).logits
+    assert row["difference"] == pytest.approx(float((after - before).abs().max()), rel=1e-4)
+    assert row["places"] == [{"layer": "model.layers.1", "site": "mlp", "connection": "none"}]
+
+
+def test_what_cannot_be_is_one_sentence_and_leaves_nothing(tiny, tmp_path, capsys):
+    tiny.build("llama").save_pretrained(tmp_path / "plain")
+    patch(tiny.build("llama")).save_pretrained(tmp_path / "patched")
+    (tmp_path / "empty").mkdir()
+    odd = {"architectures": ["LlamaForCausalMM"], "model_type": "llama"}
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(odd))
+    out = tmp_path / "out"
+    for arguments, said in [
+        (["plain", "--layers", "2"], "layer 2 is out of range"),
+        (["plain", "--sites", "cross_attention"], "has no cross_attention"),
+        (["plain", "--connection", "rezro"], "did you mean 'rezero'"),
+        (["plain", "--stacks", "encoder"], "no stack of layers matches 'encoder'"),
+        (["patched"], "is patched already"),
+        (["empty"], "holds no config.json"),
+        (["odd"], "holds a LlamaForCausalMM"),
+        (["smolm2-135m"], "did you mean 'smollm2-135m'"),
+    ]:
+        place = tmp_path / arguments[0]
+        model = str(place) if place.exists() else arguments[0]
+        assert main(["patch", model, *arguments[1:], "--out", str(out)]) == 2, arguments
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("skipless: ") and said in error
+        assert not out.exists() and not list(tmp_path.glob(".out*"))
+    assert main(["patch", str(tmp_path / "plain"), "--out", str(tmp_path / "patched")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["patch", str(tmp_path / "plain")]) == 2
+    assert "--out is missing" in capsys.readouterr().err
+    with pytest.raises(UserError, match="neither a folder nor a named model"):
+        find_folder("nowhere")
+    assert main(["models", "get"]) == 2 and "needs at least one name" in capsys.readouterr().err
+    assert main(["models", "list"]) == 0 and "smollm2-135m" in capsys.readouterr().out
