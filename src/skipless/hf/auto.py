@@ -15,7 +15,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from skipless.errors import UserError
-from skipless.surgery.saving import MODEL_TYPE, load
+from skipless.surgery.loading import load
+from skipless.surgery.saving import MODEL_TYPE
 
 __all__ = ["PatchedConfig", "register"]
 

@@ -2,9 +2,11 @@
 
 from skipless.surgery.adapters import FAMILIES, SUBLAYERS, find_stacks
 from skipless.surgery.folding import Folded, fold
-from skipless.surgery.patching import connections, gains, patch, set_training_progress, unpatch
+from skipless.surgery.loading import load
+from skipless.surgery.patching import patch, unpatch
 from skipless.surgery.pruning import Pruned, prune, shares
-from skipless.surgery.saving import load, save_pretrained
+from skipless.surgery.records import connections, gains, set_training_progress
+from skipless.surgery.saving import save_pretrained
 from skipless.surgery.stock import to_stock
 
 __all__ = [

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.pretrained import HEADER, MODELS, fetch_model
 from skipless.rundir import atomic_path
-from skipless.surgery.patching import connections, kinds, patch
+from skipless.surgery.patching import kinds, patch
+from skipless.surgery.records import connections
 from skipless.surgery.saving import MODEL_TYPE, save_pretrained
 
 __all__ = ["PatchedFolder", "find_folder", "patch_folder", "sample_batch"]

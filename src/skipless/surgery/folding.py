@@ -36,7 +36,8 @@ from skipless.model import Connection, Transformer
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import bias_of, first_tensor, weight_of
 from skipless.surgery.adapters import find_stacks
-from skipless.surgery.patching import CONSTANT_KINDS, connections, patch, unpatch
+from skipless.surgery.patching import CONSTANT_KINDS, patch, unpatch
+from skipless.surgery.records import connections
 from skipless.surgery.tracing import trace
 
 __all__ = ["Folded", "fold"]

@@ -20,19 +20,18 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from skipless.config import ConnectionConfig
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
 from skipless.sites import weight_of
 from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks, original
-from skipless.surgery.rewriting import joining_class, joins_of, saving_class
+from skipless.surgery.records import connections, refresh_record
+from skipless.surgery.rewriting import joining_class, joins_of
+from skipless.surgery.saving import saving_class
 
-__all__ = ["RECORD", "connections", "gains", "patch", "record", "set_training_progress", "unpatch"]
-
-RECORD = "skipless_patch"
-"""Attribute of `model.config` that says what is patched."""
+__all__ = ["CONSTANT_KINDS", "kinds", "patch", "patch_as", "unpatch"]
 
 CONSTANT_KINDS = (
     "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
@@ -113,46 +112,6 @@ def unpatch(model: nn.Module) -> nn.Module:
 def kinds() -> tuple[str, ...]:
     """Names of the connections that can be patched in."""
     return tuple(kind for kind in NEUTRAL if kind in CONNECTIONS.names())
-
-
-def connections(model: nn.Module) -> dict[str, Connection]:
-    """The connections that `patch` put in, by dotted name: "model.layers.0.mlp_connection"."""
-    found: dict[str, Connection] = {}
-    for name, module in model.named_modules():
-        for _, attribute in sorted(joins_of(module)):
-            found[f"{name}.{attribute}" if name else attribute] = getattr(module, attribute)
-    return found
-
-
-def gains(model: nn.Module) -> dict[str, Tensor]:
-    """Current weights of all connections, detached: "model.layers.0.mlp_connection.b"."""
-    return {
-        f"{name}.{weight}": value
-        for name, module in connections(model).items()
-        for weight, value in module.gains().items()
-    }
-
-
-def set_training_progress(model: nn.Module, fraction: float) -> None:
-    """Tell every connection the share of training done, in [0, 1] (C7)."""
-    found = connections(model)
-    if not found:
-        raise UserError(f"{type(model).__name__} is not patched; it has no connection to anneal")
-    for module in found.values():
-        module.set_training_progress(fraction)
-
-
-def record(model: nn.Module) -> list[dict[str, Any]]:
-    """What is patched, as JSON: [{"connection": {...}, "at": [dotted names]}]."""
-    groups: dict[ConnectionConfig, list[str]] = {}
-    for name, module in connections(model).items():
-        groups.setdefault(module.config, []).append(name)
-    default = ConnectionConfig().to_dict()
-    rows = []
-    for config, names in groups.items():
-        settings = {k: v for k, v in config.to_dict().items() if v != default[k]}
-        rows.append({"connection": {"kind": config.kind, **settings}, "at": names})
-    return rows
 
 
 def patch_as(model: nn.Module, rows: list[dict[str, Any]]) -> nn.Module:
@@ -302,19 +261,3 @@ def _savers(model: nn.Module) -> list[nn.Module]:
         if hasattr(type(module), "save_pretrained") and connections(module)
         and "_skipless_saver" not in type(module).__dict__
     ]  # fmt: skip
-
-
-def refresh_record(model: nn.Module) -> None:
-    """Write what the connections now are into the config of the model, and of its parts that have
-    one of their own."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if not hasattr(type(module), "save_pretrained") or config is None:
-            continue
-        rows = record(module)
-        if config is getattr(model, "config", None) and module is not model:
-            continue  # one config for the model and its body; the whole model's names stand in it
-        if rows:
-            setattr(config, RECORD, rows)
-        elif hasattr(config, RECORD):
-            delattr(config, RECORD)

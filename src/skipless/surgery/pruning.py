@@ -25,7 +25,8 @@ from skipless.log import console
 from skipless.model import Connection, Transformer, build_connection
 from skipless.quant import evaluation_mode, run_batch
 from skipless.surgery.adapters import find_stacks
-from skipless.surgery.patching import CONSTANT_KINDS, connections, refresh_record
+from skipless.surgery.patching import CONSTANT_KINDS
+from skipless.surgery.records import connections, refresh_record
 
 __all__ = ["Pruned", "prune", "shares"]
 

@@ -1,5 +1,5 @@
-"""Subclasses of transformers' classes: layers that join through our connections, models that save
-the patch. Read by `patching.py`.
+"""Subclasses of transformers' classes: layers that join through our connections. Read by
+`patching.py`; `saving.py` makes its classes with the same `namesake`.
 
 `joining_class` compiles the layer's own source with one expression changed. The new method is an
 ordinary function of transformers' module: its globals, decorators and signature are the old ones,
@@ -39,26 +39,10 @@ def joins_of(module: object) -> Joins:
 @cache
 def _joining_class(base: type, joins: Joins) -> type:
     body = {"forward": _rewritten(base, joins), "_skipless_joins": joins}
-    return _namesake(base, {**body, "__reduce_ex__": _reducer(_joining_class, base, joins)})
+    return namesake(base, {**body, "__reduce_ex__": reducer(_joining_class, base, joins)})
 
 
-@cache
-def saving_class(cls: type) -> type:
-    """A subclass of a PreTrainedModel class whose `save_pretrained` keeps the patch."""
-
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        from skipless.surgery.saving import save_patched  # which needs patching, which needs this
-
-        return save_patched(self, cls.save_pretrained, save_directory, *args, **kwargs)
-
-    save_pretrained.__doc__ = cls.save_pretrained.__doc__
-    return _namesake(cls, {
-        "save_pretrained": save_pretrained, "_skipless_saver": True,
-        "__reduce_ex__": _reducer(saving_class, cls),
-    })  # fmt: skip
-
-
-def _namesake(base: type, body: dict[str, Any]) -> type:
+def namesake(base: type, body: dict[str, Any]) -> type:
     """A subclass that every look-up by name takes for `base`."""
     return type(base)(base.__name__, (base,), {
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
@@ -66,7 +50,7 @@ def _namesake(base: type, body: dict[str, Any]) -> type:
     })  # fmt: skip
 
 
-def _reducer(make: Callable[..., type], *arguments: Any) -> Callable:
+def reducer(make: Callable[..., type], *arguments: Any) -> Callable:
     """Pickling by recipe: the class has no name of its own to be found under."""
 
     def __reduce_ex__(self, protocol):

@@ -1,4 +1,4 @@
-"""Patched models on disk: `save_pretrained` and `load`.
+"""Patched models to disk: `save_pretrained`. `loading.py` reads what is written here.
 
 A patched folder holds what transformers writes, under names that only `load` looks for: weights as
 `skipless-*.safetensors` and a config of model type `skipless-patched`. transformers would read the
@@ -12,20 +12,20 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.model import Connection
-from skipless.surgery.patching import RECORD, connections, patch_as, record
-from skipless.surgery.rewriting import saving_class
+from skipless.surgery.records import RECORD, connections, record
+from skipless.surgery.rewriting import namesake, reducer
 
-__all__ = ["load", "save_pretrained"]
+__all__ = ["MODEL_TYPE", "PREFIX", "save_pretrained", "saving_class"]
 
 MODEL_TYPE = "skipless-patched"
-_PREFIX = "skipless-"
+PREFIX = "skipless-"
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
 
 
@@ -84,43 +84,18 @@ def save_patched(
             _move(Path(staging), target, rows)
 
 
-def load(directory: str | os.PathLike, **options: Any) -> Any:
-    """The patched model that `save_pretrained` wrote, in eval mode.
+@cache
+def saving_class(cls: type) -> type:
+    """A subclass of a PreTrainedModel class whose `save_pretrained` keeps the patch."""
 
-    `options` go to transformers' `from_pretrained` (dtype, device_map, attn_implementation). Raises
-    UserError for a folder that holds no patched model, and for one whose gains are missing.
-    """
-    path = Path(directory)
-    settings = _read_config(path)
-    rows, model_type = settings.pop(RECORD), settings.pop("skipless_model_type")
-    import transformers
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        return save_patched(self, cls.save_pretrained, save_directory, *args, **kwargs)
 
-    name = (settings.get("architectures") or [""])[0]
-    cls = getattr(transformers, name, None)
-    if cls is None:
-        raise UserError(f"{path} holds a {name or 'model of no class'}, which this version of "
-                        "transformers does not have")  # fmt: skip
-
-    def __init__(self, *args, **kwargs):
-        cls.__init__(self, *args, **kwargs)
-        patch_as(self, rows)
-        self.__class__ = patching  # from_pretrained looks at the class it was called on
-
-    patching = type(cls)(cls.__name__, (cls,), {
-        "__init__": __init__, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+    save_pretrained.__doc__ = cls.save_pretrained.__doc__
+    return namesake(cls, {
+        "save_pretrained": save_pretrained, "_skipless_saver": True,
+        "__reduce_ex__": reducer(saving_class, cls),
     })  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="skipless-load-") as staging:
-        _stage(path, Path(staging), settings | {"model_type": model_type})
-        model, report = patching.from_pretrained(staging, output_loading_info=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if "_connection." in key)
-    if missing:
-        raise UserError(f"{path} lacks the gain {missing[0]}; the folder is incomplete")
-    model.__class__ = saving_class(cls)
-    model.config._name_or_path = str(path)
-    for module in model.modules():
-        if isinstance(module, Connection):
-            module.load_state_dict(module.state_dict())  # C7 keeps a copy of its buffer's value
-    return model
 
 
 def _count(rows: list[dict[str, Any]]) -> dict[str, int]:
@@ -134,14 +109,14 @@ def _count(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 def _move(staging: Path, target: Path, rows: list[dict[str, Any]]) -> None:
     """Rename weights, mark the config; the config goes last and replaces an old one at once."""
-    for old in target.glob(_PREFIX + "*"):
+    for old in target.glob(PREFIX + "*"):
         old.unlink()
     for source in sorted(staging.iterdir()):
         if source.name == "config.json":
             continue
         name = source.name
         if name.startswith("model") and ".safetensors" in name:
-            name = _PREFIX + name
+            name = PREFIX + name
         os.replace(source, target / name)
     config = json.loads((staging / "config.json").read_text())
     config["skipless_model_type"] = config["model_type"]
@@ -150,36 +125,3 @@ def _move(staging: Path, target: Path, rows: list[dict[str, Any]]) -> None:
     written = staging / "marked.json"
     written.write_text(json.dumps(config, indent=2) + "\n")
     os.replace(written, target / "config.json")
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(f"{path} holds no config.json; give the folder that save_pretrained wrote")
-    try:
-        settings = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON ({error})") from None
-    if settings.get("model_type") != MODEL_TYPE:
-        raise UserError(
-            f"{path} holds an unpatched {settings.get('model_type')} model; load it with "
-            "transformers' from_pretrained"
-        )
-    return settings
-
-
-def _stage(path: Path, staging: Path, settings: dict[str, Any]) -> None:
-    """The folder as transformers names things: a new config beside links to the weights."""
-    found = False
-    for source in sorted(path.iterdir()):
-        if source.name == "config.json" or not source.is_file():
-            continue
-        name = source.name.removeprefix(_PREFIX)
-        found |= name.endswith(".safetensors")
-        try:
-            os.symlink(source.resolve(), staging / name)
-        except OSError:  # Windows without the right to link
-            (staging / name).write_bytes(source.read_bytes())
-    if not found:
-        raise UserError(f"{path} holds no {_PREFIX}*.safetensors; the folder is incomplete")
-    (staging / "config.json").write_text(json.dumps(settings))
