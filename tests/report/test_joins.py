@@ -95,8 +95,8 @@ def test_numbers_against_the_hand_made_log(tmp_path):
     [
         ({}, set(), "keeps up"),
         ({"loss": 4.74}, set(), "keeps up"),
-        ({"loss": 4.8}, {"same range", "learned"}, "out of the baseline's range; learned 93%"),
-        ({"loss": 5.2}, {"same range", "drop", "learned"}, "drop 9.6%"),
+        ({"loss": 4.8}, {"same range", "learned"}, "loss +2.1%; learned 93%"),
+        ({"loss": 5.2}, {"same range", "drop", "learned"}, "loss +10.6%; beyond 3%"),
         ({"ratio": 0.05}, {"even gradient"}, "gradient decays, first/last 0.05"),
         ({"ratio": 30.0}, {"even gradient"}, "gradient grows, first/last 30"),
         ({"swing": 0.25}, {"steady gradient"}, "gradient oscillates, x 2.5"),
@@ -186,5 +186,5 @@ def test_the_page_its_numbers_and_its_tables(tmp_path):
         assert png.startswith(b"\x89PNG")
     table = (tmp_path / "report.md").read_text()
     lines = [line for line in table.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1 and "| ReZero | 4.700" in table
+    assert len({line.count("|") for line in lines}) == 1 and "| ReZero | keeps up | 4.700" in table
     build_connection_report(runs, out)  # and again over its own files

@@ -19,7 +19,7 @@ PRECISION_NOTE = (
 )
 OPTIMISER = "optimiser<small>learning rate</small>"
 CONNECTION = "connection<small>tokens seen</small>"
-TEXT_HEADINGS = (OPTIMISER, CONNECTION, "device")
+TEXT_HEADINGS = (OPTIMISER, CONNECTION, "device", "verdict")
 
 
 def show(value: float | None, form: str = ".3f", *, absent: str = "–") -> str:

@@ -106,7 +106,7 @@ class JoinTable:
             return "There is no finished baseline beside another finished row yet."
         good = [row.label for row in judged if row.verdict == KEEPS_UP]
         return f"{len(good)} of {len(judged)} keep up with their baseline" + (
-            f": {', '.join(good)}." if good else "."
+            f": {'; '.join(good)}." if good else "."
         )
 
 
@@ -199,8 +199,8 @@ def _judged(row: JoinRow, base: JoinRow | None, authors: bool) -> JoinRow:
     }
     ratio = row.ratio or 0.0
     words = {
-        "same range": "out of the baseline's range",
-        "drop": f"drop {1 - share:.1%}",
+        "same range": f"{'accuracy' if authors else 'loss'} {metric / reference - 1:+.1%}",
+        "drop": f"beyond {LARGEST_DROP:.0%}",
         "learned": f"learned {learned or 0.0:.0%}",
         "even gradient": f"gradient {'decays' if ratio < 1 else 'grows'}, first/last {ratio:.2g}",
         "steady gradient": f"gradient oscillates, x {swing or 0.0:.1f}",

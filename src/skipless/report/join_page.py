@@ -50,6 +50,7 @@ HOW = (
 )
 HEAD = (
     "connection",
+    "verdict",
     "{metric}",
     "share<small>of the baseline's</small>",
     "learned<small>of the baseline's gain</small>",
@@ -59,7 +60,6 @@ HEAD = (
     "gains<small>mean at the end</small>",
     "time per step",
     "peak memory",
-    "verdict",
 )
 
 
@@ -143,6 +143,7 @@ def _texts(joined: JoinTable, row: JoinRow) -> list[str]:
     gains = ", ".join(f"{name} {show(value, '.3g')}" for name, value in row.gains.items())
     memory = None if row.peak_memory is None else row.peak_memory / 2**20
     return [
+        row.verdict,
         show(row.metric, form) + spread,
         show(row.share, ".1%"),
         show(row.learned, ".0%"),
@@ -152,7 +153,6 @@ def _texts(joined: JoinTable, row: JoinRow) -> list[str]:
         gains or "–",
         "–" if row.step_seconds is None else f"{1000 * row.step_seconds:.0f} ms",
         "–" if memory is None else f"{memory:.0f} MiB",
-        row.verdict,
     ]
 
 
@@ -166,7 +166,7 @@ def _part(joined: JoinTable, drawn: Any, figures: Sequence[Figure]) -> str:
         small = f"<small>{escape(KINDS[row.kind].about)}; {seeds}</small>"
         first = f"<th scope=row><span>{mark}{escape(row.label)}</span>{small}</th>"
         texts = _texts(joined, row)
-        cells = [cell(text, wide=place == len(texts) - 1) for place, text in enumerate(texts)]
+        cells = [cell(text, wide=place == 0) for place, text in enumerate(texts)]
         body.append([first, *cells])
     shown = "".join(map(figure_html, figures))
     inside = section(
@@ -180,7 +180,7 @@ def _page(
     found: Sequence[JoinTable], parts: Sequence[str], runs: Sequence[RunData], command: str
 ) -> str:
     light, dark = css_variables([])
-    style = css(light, dark)
+    style = css(light, dark) + "\ntd.text{min-width:13rem}"
     for joined in found:
         light, dark = css_variables(comparison(joined).rows)
         scope = f".table-{joined.name}"
