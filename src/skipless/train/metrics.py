@@ -106,7 +106,9 @@ class Metrics:
     def row(self, values: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
         self.run.append(METRICS, values)
-        numbers = {k: v for k, v in values.items() if k != "step" and isinstance(v, (int, float))}
+        numbers: dict[str, float] = {
+            k: v for k, v in values.items() if k != "step" and isinstance(v, (int, float))
+        }
         for mirror in self.mirrors:
             mirror.log(values["step"], numbers)
 
