@@ -111,6 +111,8 @@ def test_skipless_commands_run(
     else:
         target = None
     name, *rest = words
+    if name == "patch":  # of a real model, which takes a minute and a registry
+        monkeypatch.setattr("skipless.surgery.folders.find_folder", lambda _: tiny_llama(tmp_path))
     assert name in COMMANDS or name.startswith("-")
     put_in_place(name, rest, copy_run)
     if name != "data":  # named texts stay in the user's cache, others beside `text_file`
@@ -123,6 +125,17 @@ def test_skipless_commands_run(
     assert output.strip()
     if target:
         Path(target).write_text(output)
+
+
+def tiny_llama(path: Path) -> Path:
+    """A folder of a random Llama of three layers."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+        vocab_size=40, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path / "llama")
+    return path / "llama"
 
 
 def put_in_place(name: str, words: list[str], copy_run) -> None:
