@@ -5,7 +5,7 @@
     tensor: string name, u32 rank, u64 sizes (fastest first), u32 kind, u64 offset
     padding to general.alignment (32), then the data; all little-endian
 
-Kinds read here: F32, F16, and blocks of 32 numbers with one scale: Q8_0 (w = d q), Q4_0
+Kinds read here: float32, float16, and blocks of 32 numbers with one scale: Q8_0 (w = d q), Q4_0
 (w = d (q - 8)), Q4_1 (w = d q + m). The libraries do the same, some hundred times slower where a
 vocabulary is read string by string into arrays. Read by `converting.py`.
 """
