@@ -349,6 +349,7 @@ class RoleOptimizer(torch.optim.Optimizer):
 
 
 def _warn_of_unnamed(matrices: list[Tensor]) -> None:
+    """Tell that roles of matrices without names cannot be known."""
     if matrices:
         warnings.warn(
             f"{len(matrices)} parameters of two or more dimensions came without names, so "
