@@ -28,8 +28,6 @@ ORDER = [
     ("rows",),
     ("demo",),
     ("sweep", "connections"),
-    ("arguments", "terminal", "foreign"),
-    ("comparing",),
     ("cli",),
     ("__main__",),
 ]

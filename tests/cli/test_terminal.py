@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from skipless.cli import main
+from skipless.cli.arguments import whole_number
+from skipless.cli.terminal import evaluation_line, probe_lines, quantize_lines
 from skipless.errors import UserError
-from skipless.terminal import evaluation_line, probe_lines, quantize_lines, whole_number
 
 
 @pytest.mark.parametrize(

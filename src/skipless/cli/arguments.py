@@ -1,18 +1,24 @@
-"""Words of the command line to settings and directories. Read by cli.
+"""Words of the command line to settings, directories and numbers.
 
-No torch here, so that a mistake in a setting is told at once.
+No torch here, so that a mistake in an argument is told at once.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
+
+import tyro
 
 from skipless.config import RunConfig, from_json
 from skipless.errors import UserError
 from skipless.jsonable import override, read_text
 from skipless.rundir import CHECKPOINTS, RunDir, continue_command
+from skipless.scheme import Scheme, check_groups
+
+Positional = tyro.conf.Positional
 
 
 def read_config(name: str) -> RunConfig:
@@ -56,6 +62,19 @@ def check_out(out: str | None) -> None:
         raise UserError("--out is empty; name a directory, or leave --out away for the default")
 
 
+def new_folder(out: str | None) -> Path:
+    """The folder that --out names, which has to be missing or empty; the next thing may be slow.
+
+    Raises UserError for an --out that is missing, or that holds something.
+    """
+    if out is None or not out.strip():
+        raise UserError("--out is missing; name the folder to write")
+    path = Path(out)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{out} exists already; name a folder that does not")
+    return path
+
+
 def split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """Take `--optim.lr 3e-4` and `--optim.lr=3e-4` (any name with a dot) out of `arguments`.
 
@@ -74,6 +93,35 @@ def split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
                 raise UserError(f"{word} has no value; write {word} VALUE")
         settings[name.replace("-", "_")] = value
     return rest, settings
+
+
+def whole_number(flag: str, text: str | None) -> int | None:
+    """`1024`, `20_000` and `1e3` as a whole number; None stays None.
+
+    Raises UserError naming `flag` for anything else, and for less than 1.
+    """
+    if text is None:
+        return None
+    try:
+        number = float(text) if "e" in text.lower() else int(text)
+        if number == int(number) >= 1:
+            return int(number)
+    except (ValueError, OverflowError):
+        pass
+    raise UserError(f"{flag} is {text!r}; expected a whole number of at least 1, such as 20_000")
+
+
+def check_schemes(run: str, schemes: Iterable[str]) -> None:
+    """Raise UserError for the first scheme that is none or does not fit the run's model."""
+    for text in schemes:
+        size = Scheme.parse(text).group_size
+        if size is not None:
+            model = RunDir.open(run).config().model
+            widths = {"model.hidden_size": model.hidden_size, "down_proj": model.mlp_width}
+            try:
+                check_groups(size, widths)
+            except UserError as error:
+                raise UserError(f"{text!r} does not fit {run}: {error}") from None
 
 
 def interruption(config: RunConfig, directory: Path, *, measure: bool) -> str:

@@ -17,7 +17,7 @@ import pytest
 
 from skipless.cli import COMMANDS, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 READERS = ("eval", "probe", "quantize", "report", "show")
 
@@ -76,7 +76,7 @@ def test_torchrun_lines_parse(words):
     from torch.distributed.run import get_args_parser
 
     from skipless import recipes
-    from skipless.arguments import split_settings
+    from skipless.cli.arguments import split_settings
     from skipless.jsonable import override
 
     parsed = get_args_parser().parse_args(words)

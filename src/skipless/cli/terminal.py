@@ -1,47 +1,18 @@
-"""What `skipless eval`, `probe` and `quantize` read from the command line and print. Read by cli.
-
-No torch here: a mistake in an argument is told before anything slow is imported.
-"""
+"""What the subcommands print: JSON for programs, one line or aligned columns for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from skipless.errors import UserError
-from skipless.rundir import RunDir
-from skipless.scheme import Scheme, check_groups
 
 NUM_WORST = 5
 
 
-def whole_number(flag: str, text: str | None) -> int | None:
-    """`1024`, `20_000` and `1e3` as a whole number; None stays None.
+def print_json(value: Any) -> None:
+    """One strict JSON document on stdout: what is not finite is null."""
+    from skipless.rundir import to_strict_json
 
-    Raises UserError naming `flag` for anything else, and for less than 1.
-    """
-    if text is None:
-        return None
-    try:
-        number = float(text) if "e" in text.lower() else int(text)
-        if number == int(number) >= 1:
-            return int(number)
-    except (ValueError, OverflowError):
-        pass
-    raise UserError(f"{flag} is {text!r}; expected a whole number of at least 1, such as 20_000")
-
-
-def check_schemes(run: str, schemes: Iterable[str]) -> None:
-    """Raise UserError for the first scheme that is none or does not fit the run's model."""
-    for text in schemes:
-        size = Scheme.parse(text).group_size
-        if size is not None:
-            model = RunDir.open(run).config().model
-            widths = {"model.hidden_size": model.hidden_size, "down_proj": model.mlp_width}
-            try:
-                check_groups(size, widths)
-            except UserError as error:
-                raise UserError(f"{text!r} does not fit {run}: {error}") from None
+    print(to_strict_json(value, indent=2))
 
 
 def evaluation_line(result: dict[str, Any]) -> str:

@@ -1,0 +1,106 @@
+"""Train transformers with and without skip connections, measure, quantise and compare them.
+
+The `skipless` command: subcommands only; the work is in the rooms, imported inside. Every
+subcommand exits 0 on success, 2 on bad input (one sentence on stderr; `--traceback` shows where),
+130 on Ctrl-C. Results go to stdout, progress to stderr. `--help` must not import torch.
+
+A subcommand is a function whose signature and docstring are its help. It stands beside its like and
+has a line in COMMANDS:
+
+    catalogs.py   what there is: list, show, data, models
+    training.py   what trains: demo, train, sweep, compare-connections
+    measuring.py  what reads trained runs: eval, probe, quantize, report
+    surgery.py    what changes models that others trained: patch; the place of convert, prune, fold
+
+arguments.py turns words into settings, terminal.py turns results into lines.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from typing import Any
+
+import tyro
+
+from skipless import __version__
+from skipless.cli.arguments import again, split_settings
+from skipless.cli.catalogs import data, list_, models, show
+from skipless.cli.measuring import eval_, probe, quantize, report
+from skipless.cli.surgery import patch
+from skipless.cli.training import compare_connections, demo, sweep, train
+from skipless.errors import UserError, suggestion
+
+COMMANDS = {
+    "demo": demo,
+    "list": list_,
+    "show": show,
+    "data": data,
+    "train": train,
+    "sweep": sweep,
+    "compare-connections": compare_connections,
+    "eval": eval_,
+    "probe": probe,
+    "quantize": quantize,
+    "report": report,
+    "models": models,
+    "patch": patch,
+}
+RESUMING = ("demo", "train", "sweep", "compare-connections")
+SETTABLE = ("train", "sweep", "compare-connections")
+
+
+def _run(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        raise UserError(
+            f"unknown command {arguments[0]!r}; "
+            f"{suggestion(arguments[0], COMMANDS, noun='command')}"
+        )
+    arguments, settings = split_settings(arguments)
+    if settings and (not arguments or arguments[0] not in SETTABLE):
+        raise UserError(
+            f"--{next(iter(settings))} is a setting of a run; only `skipless train`, "
+            "`sweep` and `compare-connections` take settings"
+        )
+    tyro.extras.subcommand_cli_from_dict(
+        COMMANDS
+        | {name: functools.partial(COMMANDS[name], overrides=settings) for name in SETTABLE},
+        prog="skipless",
+        description=(__doc__ or "").splitlines()[0] + " `skipless --version` tells the version.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    if not words:
+        words = ["--help"]
+    if words == ["--version"]:
+        print(f"skipless {__version__}")
+        return 0
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    try:
+        _run(words)
+    except UserError as error:
+        if traceback:
+            raise
+        print(f"skipless: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        text = str(stop) or (again(words) if words[0] in RESUMING else "")
+        print("skipless: interrupted" + (f"; {text}" if text else ""), file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as in `skipless list | head`
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _as_interrupt(*_: Any) -> None:
+    """A polite kill saves and stops like Ctrl-C."""
+    raise KeyboardInterrupt

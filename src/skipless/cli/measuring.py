@@ -1,0 +1,115 @@
+"""The subcommands that read trained runs: `eval`, `probe`, `quantize` and `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from skipless.cli.arguments import Positional, check_schemes, whole_number
+from skipless.cli.terminal import evaluation_line, print_json, probe_lines, quantize_lines
+
+Run = Annotated[
+    Positional[str],
+    tyro.conf.arg(metavar="RUN", help="a run directory, such as runs/mine"),
+]
+Tokens = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="TOKENS",
+        help="held-out tokens to measure on, such as 20_000 or 1e5",
+        help_behavior_hint="(default: the run's own setting)",
+    ),
+]
+AsJson = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
+
+
+def eval_(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
+    """Held-out loss, perplexity and bits per byte of a trained run -> eval.json.
+
+    For example: skipless eval runs/mine --num-tokens 20_000
+    """
+    tokens = whole_number("--num-tokens", num_tokens)
+    loaded = _load(run)
+    from skipless.measure import evaluate_run
+
+    result = evaluate_run(loaded, num_tokens=tokens)
+    print_json(result) if json else print(evaluation_line(result))
+
+
+def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
+    """Statistics of the activations at every site of a trained run -> probe.json.
+
+    For example: skipless probe runs/mine --num-tokens 1e3
+    """
+    tokens = whole_number("--num-tokens", num_tokens)
+    loaded = _load(run)
+    from skipless.measure import probe_run
+
+    result = probe_run(loaded, num_tokens=tokens)
+    print_json(result) if json else print(*probe_lines(result), sep="\n")
+
+
+def quantize(
+    run: Run,
+    schemes: tuple[str, ...] = (),
+    scopes: tuple[Literal["linear", "block", "all"], ...] = (),
+    num_tokens: Tokens = None,
+    by_layer: bool = False,
+    json: AsJson = False,
+) -> None:
+    """Held-out loss of a trained run under simulated quantisation -> quant.json.
+
+    Also the worst tensors and the error by depth, at the lowest of the schemes named.
+
+    For example: skipless quantize runs/mine --schemes W8A8 W4A8-a:token --by-layer
+
+    Args:
+        schemes: such as W8A8 W4A8-a:token W4Afp-w:g32; the run's own list if none is given.
+        scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
+            all (also queries, keys, values, probabilities); the run's own if none is given.
+        by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
+    """
+    tokens = whole_number("--num-tokens", num_tokens)
+    check_schemes(run, schemes)
+    loaded = _load(run)
+    from skipless.log import say
+    from skipless.measure import quantize_run
+
+    result = quantize_run(
+        loaded,
+        schemes=schemes or None,
+        scopes=scopes or None,
+        num_tokens=tokens,
+        by_layer=by_layer,
+        say=lambda text: None if json else say(text),
+    )
+    print_json(result) if json else print(*quantize_lines(result), sep="\n")
+
+
+def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
+    """Compare run directories in one self-contained HTML file.
+
+    Args:
+        runs: run directories; a directory that contains run directories stands for them.
+        out: where to write; its numbers (mine.json) and figures (mine-NAME.png) go beside it.
+    """
+    from skipless.report import build_report, find_runs, print_table
+    from skipless.report.build import check_out
+
+    check_out(out)
+    directories = find_runs(runs)
+    path = build_report(directories, Path(out))
+    print_table(directories)
+    figures = len(list(path.parent.glob(f"{path.stem}-*.png")))
+    print(f"{path}  (beside it {path.stem}.json and {figures} figures, {path.stem}-*.png)")
+
+
+def _load(run: str) -> Any:
+    from skipless.rundir import RunDir
+
+    RunDir.open(run).config()  # torch takes its time to import, a mistake should not
+    from skipless.train import load_run
+
+    return load_run(run)

@@ -1,0 +1,146 @@
+"""The subcommands that train: `demo`, `train`, `sweep` and `compare-connections`."""
+
+from __future__ import annotations
+
+import tyro
+
+from skipless.cli.arguments import Positional, check_out, interruption, what_to_train
+
+
+def demo(
+    fast: bool = False,
+    fresh: bool = False,
+    out: str | None = None,
+    jobs: int | None = None,
+) -> None:
+    """Train, measure, quantise and compare all rows; write one HTML report.
+
+    Seven small models on the same text: residual and residual-free, with AdamW, KL-Shampoo and
+    Muon, and the paper's literal settings. Interrupted, it continues where it stopped.
+
+    Args:
+        fast: the same shape of work in under two minutes (not for conclusions).
+        fresh: start anew instead of resuming.
+        out: directory of runs and report; default runs/demo or runs/demo-fast.
+        jobs: rows that train at a time; default one a core.
+    """
+    from skipless.demo import run_demo
+
+    check_out(out)
+    run_demo(fast=fast, fresh=fresh, out=out, jobs=jobs)
+
+
+def train(
+    recipe: Positional[str],
+    out: str | None = None,
+    fresh: bool = False,
+    measure: bool = False,
+    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+) -> None:
+    """Train a recipe, any setting changed by --its.name VALUE, or continue a run.
+
+    For example: skipless train demo-rf-kl --out runs/mine --optim.lr 1e-3 --train.num_tokens 1e6.
+    `skipless train runs/mine` continues it with the settings it has.
+    `skipless show demo-rf-kl` prints all settings. Under torchrun the same command trains on
+    several processes or machines.
+
+    Args:
+        recipe: a name from `skipless list`, a JSON file written by `skipless show NAME --json`, or
+            a run directory to continue.
+        out: run directory; default runs/RECIPE. Holding an unfinished run, it is resumed.
+        fresh: remove the run in --out first.
+        measure: afterwards evaluate, quantise, probe and sample, as the report wants.
+    """
+    config, directory = what_to_train(recipe, out, overrides)
+
+    from skipless.train import load_run
+    from skipless.train import train as train_run
+
+    try:
+        result = train_run(config, directory, fresh=fresh)
+        if measure:
+            from skipless.log import say
+            from skipless.measure import measure_all
+
+            measure_all(load_run(directory), say=say)
+    except KeyboardInterrupt:
+        text = interruption(config, directory, measure=measure)
+        raise KeyboardInterrupt(text) from None
+    print(f"{directory}  held-out loss {result.held_out_loss:.4f} nats after {result.step} steps")
+
+
+def sweep(
+    names: Positional[tuple[str, ...]],
+    setting: str = "optim.lr",
+    values: tuple[str, ...] = (),
+    out: str = "runs/sweep",
+    jobs: int | None = None,
+    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+) -> None:
+    """Train recipes at several values of one setting and tell which did best.
+
+    For example: skipless sweep demo-rf-kl demo-rf-muon --values 2e-3 4e-3 8e-3
+
+    Args:
+        names: recipes.
+        setting: the setting to vary.
+        values: its values.
+        out: directory of the runs; finished ones are not repeated.
+        jobs: runs at a time; default one a core.
+    """
+    from skipless.sweep import best, run_sweep
+
+    check_out(out)
+    results = run_sweep(
+        names, setting=setting, values=values, out=out, settings=overrides, jobs=jobs
+    )
+    chosen = best(results)
+    for row in results:
+        loss = row["held_out_loss"]
+        mark = "  <- best" if row is chosen.get(row["recipe"]) else ""
+        text = f"{loss:.4f}{mark}" if loss is not None else f"failed: {row['error']}"
+        print(f"{row['recipe']:<24} {setting} {row[setting]:<8} {text}")
+
+
+def compare_connections(
+    layers: tuple[int, ...] = (),
+    seeds: tuple[int, ...] = (),
+    kinds: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    out: str | None = None,
+    jobs: int | None = None,
+    fast: bool = False,
+    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+) -> None:
+    """Train one small model with every way of joining the stream, and compare them.
+
+    Residual, ReZero, LayerScale, hard removal, removal in places, interpolation, annealing,
+    learned, gated and universal joins (`skipless list connections-`). Finished runs are not
+    repeated, so the same command continues; the report holds every run in OUT.
+
+    For example: skipless compare-connections --layers 8 --kinds residual rezero none --seeds 0
+
+    Args:
+        layers: depths, of 4, 8, 12 and 24; default 4 8. Only some kinds go beyond 8.
+        seeds: default 0 1 2.
+        kinds: all, if none is given; the baselines of those named come with them.
+        tasks: language and authors (which author wrote a passage; 4 layers); default both.
+        out: directory of runs and report; default runs/connections or runs/connections-fast.
+        jobs: rows that train at a time; default one a core.
+        fast: six kinds in small, under two minutes (not for conclusions).
+    """
+    check_out(out)
+    from skipless import connections
+
+    path = connections.compare_connections(
+        layers=layers,
+        seeds=seeds,
+        kinds=kinds,
+        tasks=tasks or connections.TASKS,
+        out=out,
+        jobs=jobs,
+        fast=fast,
+        settings=overrides,
+    )
+    print(path.with_suffix(".md").read_text())
+    print(f"{path}  (beside it {path.stem}.json, {path.stem}.md and figures, {path.stem}-*.png)")
