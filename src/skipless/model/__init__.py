@@ -2,7 +2,7 @@
 
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig
 from skipless.model.attention import Attention, eager_attention
-from skipless.model.block import Block
+from skipless.model.block import IDENTITY, Block, is_absent
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import CONNECTIONS, Connection, build_connection
 from skipless.model.initializers import INITIALIZERS, haar
@@ -12,6 +12,7 @@ from skipless.model.transformer import ModelOutput, Transformer, initialize
 
 __all__ = [
     "CONNECTIONS",
+    "IDENTITY",
     "INITIALIZERS",
     "Attention",
     "AttentionTemperature",
@@ -30,4 +31,5 @@ __all__ = [
     "eager_attention",
     "haar",
     "initialize",
+    "is_absent",
 ]

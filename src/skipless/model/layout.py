@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.model.attention import Attention
+from skipless.model.block import is_absent
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
 from skipless.model.context import ForwardContext
@@ -148,6 +149,10 @@ def sites(config: ModelConfig) -> list[Site]:
             ("mlp", "mlp", "post_attention_layernorm", "post_feedforward_layernorm"),
         ):
             where = {"layer": layer, "sublayer": sublayer}
+            if is_absent(config.connection_at(layer, sublayer)):
+                if config.norm_placement == "post":
+                    add(at + post_norm, "output", "norm_output", **where)
+                continue
             if config.norm_placement == "pre":
                 add(at + norm, "output", "norm_output", **where)
             add(at + module, "input", "sublayer_input", **where)

@@ -218,7 +218,8 @@ def initialize(model: Transformer, seed: int = 0) -> None:
             write_normal(name, getattr(model, name))  # a tied head is overwritten by the embedding
     for index, block in enumerate(model.layers):
         for name, value in initializers.layer_weights(config, index, seed).items():
-            write(weight_of(block.get_submodule(name)), value)
+            if getattr(block, name.partition(".")[0]) is not None:  # else a dropped sublayer
+                write(weight_of(block.get_submodule(name)), value)
     for name, module in model.named_modules():
         if isinstance(module, RelationEncoder):
             module.reset_parameters(initializers.generator_for(seed, name))

@@ -27,6 +27,7 @@ from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
 from skipless.sites import weight_of
 from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks, original
+from skipless.surgery.dropping import drop_modules, refuse_absent
 from skipless.surgery.records import connections, refresh_record
 from skipless.surgery.rewriting import joining_class, joins_of
 from skipless.surgery.saving import saving_class
@@ -87,11 +88,12 @@ def unpatch(model: nn.Module) -> nn.Module:
 
     The forward pass is then transformers' own again; weights are left as they are, so that a model
     that was not trained in between is the original bit for bit. Raises UserError for a model that
-    is not patched.
+    is not patched, and for one from which `prune` dropped sublayers.
     """
     owners = [m for m in model.modules() if joins_of(m)]
     if not owners:
         raise UserError(f"{type(model).__name__} is not patched; there is nothing to undo")
+    refuse_absent(model)
     for module in owners:
         if "_skipless_joins" not in type(module).__dict__:
             raise UserError(
@@ -115,7 +117,8 @@ def kinds() -> tuple[str, ...]:
 
 
 def patch_as(model: nn.Module, rows: list[dict[str, Any]]) -> nn.Module:
-    """Patch as `record` says. Raises UserError for a place that the model does not have."""
+    """Patch as `record` says, and take out what it calls dropped. Raises UserError for a place
+    that the model does not have."""
     places = {
         layer.path(join): (layer.index, join.sublayer, stack.name)
         for stack in find_stacks(model)
@@ -132,6 +135,14 @@ def patch_as(model: nn.Module, rows: list[dict[str, Any]]) -> nn.Module:
                 )
             index, site, stack = places[name]
             patch(model, config, sites=site, layers=index, stacks=stack)
+    gone = [name for row in rows if row.get("dropped") for name in row["at"]]
+    left = sorted(set(gone) - set(drop_modules(model, gone)))
+    if left:
+        raise UserError(
+            f"the record calls {left[0]} dropped, and this version of transformers writes "
+            f"{type(model).__name__} so that it cannot be taken out"
+        )
+    refresh_record(model)
     return model
 
 

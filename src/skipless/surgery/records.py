@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from skipless.config import ConnectionConfig
 from skipless.errors import UserError
 from skipless.model import Connection
+from skipless.surgery.dropping import Absent
 from skipless.surgery.rewriting import joins_of
 
 __all__ = ["RECORD", "connections", "gains", "record", "refresh_record", "set_training_progress"]
@@ -48,15 +49,17 @@ def set_training_progress(model: nn.Module, fraction: float) -> None:
 
 
 def record(model: nn.Module) -> list[dict[str, Any]]:
-    """What is patched, as JSON: [{"connection": {...}, "at": [dotted names]}]."""
-    groups: dict[ConnectionConfig, list[str]] = {}
+    """What is patched, as JSON: [{"connection": {...}, "at": [dotted names]}]; "dropped": true
+    where the sublayers are gone."""
+    groups: dict[tuple[ConnectionConfig, bool], list[str]] = {}
     for name, module in connections(model).items():
-        groups.setdefault(module.config, []).append(name)
+        groups.setdefault((module.config, isinstance(module, Absent)), []).append(name)
     default = ConnectionConfig().to_dict()
     rows = []
-    for config, names in groups.items():
+    for (config, is_dropped), names in groups.items():
         settings = {k: v for k, v in config.to_dict().items() if v != default[k]}
-        rows.append({"connection": {"kind": config.kind, **settings}, "at": names})
+        row = {"connection": {"kind": config.kind, **settings}, "at": names}
+        rows.append({**row, "dropped": True} if is_dropped else row)
     return rows
 
 
