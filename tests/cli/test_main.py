@@ -1,9 +1,11 @@
 """The command line: fast help, clear errors, exit codes."""
 
+import functools
 import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,6 +36,43 @@ def test_help_is_fast_and_without_torch(arguments):
     assert done.returncode == 0, done.stderr
     assert "usage: skipless" in done.stdout
     assert time.monotonic() - began < 5  # normally 0.2 s; this only catches a heavy import
+
+
+def test_the_overview_names_every_command_once(monkeypatch, capsys):
+    assert main(["-h"]) == main([]) == 0
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--help"]) == 0
+    wide, again, narrow = capsys.readouterr().out.split("usage: ")[1:]
+    assert wide == again
+    for text in (wide, narrow):
+        assert [m for m in re.findall(r"^  (\S+) ", text, re.M)] == list(COMMANDS)
+    body = narrow[narrow.index("All in one") : narrow.index("`skipless COMMAND")]
+    assert max(map(len, body.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_has_one_sentence_and_an_example_that_parses(name, monkeypatch):
+    function, called = COMMANDS[name], []
+    sentence, _, rest = function.__doc__.partition("\n")
+    assert sentence.endswith(".") and len(sentence) <= 80
+    (example,) = re.findall(r"^    For example: skipless (.*)$", rest, re.M)
+    words = shlex.split(example)
+    assert words[0] == name
+
+    @functools.wraps(function)
+    def instead(**arguments):
+        called.append(arguments)
+
+    monkeypatch.setitem(COMMANDS, name, instead)
+    assert main(words) == 0 and len(called) == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_option_is_shown_with_a_default_that_says_nothing(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    shown = capsys.readouterr().out
+    assert not re.search(r"\(default:\s*(None|False|)\)|\{None\}|\bSTR\b|\bINT\b", shown)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +154,7 @@ def test_the_version_is_told(capsys):
 def test_descriptions_use_words_and_no_tags(capsys):
     main(["list"])
     assert not re.findall(r"\b[ITCOSQ]\d\b", capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    main(["--help"])
     assert "rooms" not in capsys.readouterr().out
 
 

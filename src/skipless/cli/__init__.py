@@ -5,7 +5,7 @@ subcommand exits 0 on success, 2 on bad input (one sentence on stderr; `--traceb
 130 on Ctrl-C. Results go to stdout, progress to stderr. `--help` must not import torch.
 
 A subcommand is a function whose signature and docstring are its help. It stands beside its like and
-has a line in COMMANDS:
+has its name in GROUPS:
 
     catalogs.py   what there is: list, show, data, models
     training.py   what trains: demo, train, sweep, compare-connections
@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import tyro
@@ -29,26 +30,32 @@ from skipless.cli.arguments import again, split_settings
 from skipless.cli.catalogs import data, list_, models, show
 from skipless.cli.measuring import eval_, probe, quantize, report
 from skipless.cli.surgery import patch
+from skipless.cli.terminal import overview
 from skipless.cli.training import compare_connections, demo, sweep, train
 from skipless.errors import UserError, suggestion
 
-COMMANDS = {
-    "demo": demo,
-    "list": list_,
-    "show": show,
-    "data": data,
-    "train": train,
-    "sweep": sweep,
-    "compare-connections": compare_connections,
-    "eval": eval_,
-    "probe": probe,
-    "quantize": quantize,
-    "report": report,
-    "models": models,
-    "patch": patch,
+GROUPS = {
+    "All in one": {"demo": demo},
+    "What there is": {"list": list_, "show": show, "data": data, "models": models},
+    "Train": {"train": train, "sweep": sweep, "compare-connections": compare_connections},
+    "Measure trained runs": {"eval": eval_, "probe": probe, "quantize": quantize, "report": report},
+    "Change models that others trained": {"patch": patch},
+}
+COMMANDS: dict[str, Callable[..., None]] = {
+    name: function for commands in GROUPS.values() for name, function in commands.items()
 }
 RESUMING = ("demo", "train", "sweep", "compare-connections")
 SETTABLE = ("train", "sweep", "compare-connections")
+HELP = """\
+usage: skipless COMMAND ...
+
+{purpose}
+
+{commands}
+
+`skipless COMMAND --help` explains one, with an example.
+`skipless --version` tells the version.
+Bad input ends in one sentence and exit code 2; --traceback shows where it was found."""
 
 
 def _run(arguments: list[str]) -> None:
@@ -67,7 +74,6 @@ def _run(arguments: list[str]) -> None:
         COMMANDS
         | {name: functools.partial(COMMANDS[name], overrides=settings) for name in SETTABLE},
         prog="skipless",
-        description=(__doc__ or "").splitlines()[0] + " `skipless --version` tells the version.",
         args=arguments,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
@@ -78,8 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
-    if not words:
-        words = ["--help"]
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP.format(purpose=(__doc__ or "").splitlines()[0], commands=overview(GROUPS)))
+        return 0
     if words == ["--version"]:
         print(f"skipless {__version__}")
         return 0

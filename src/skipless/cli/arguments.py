@@ -1,4 +1,4 @@
-"""Words of the command line to settings, directories and numbers.
+"""Words of the command line to settings, directories and numbers; the arguments' common types.
 
 No torch here, so that a mistake in an argument is told at once.
 """
@@ -9,6 +9,7 @@ import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
@@ -19,6 +20,24 @@ from skipless.rundir import CHECKPOINTS, RunDir, continue_command
 from skipless.scheme import Scheme, check_groups
 
 Positional = tyro.conf.Positional
+
+
+def option(metavar: str | None = None, default: str | None = None, help: str | None = None) -> Any:
+    """What --help says of an argument, to stand in `Annotated[...]`.
+
+    `metavar` names its value. `default` tells the default in words where the one in the code (None,
+    an empty tuple) says little; "" leaves it out. `help` replaces the docstring's.
+    """
+    hint = default and f"(default: {default})"
+    return tyro.conf.arg(metavar=metavar, help=help, help_behavior_hint=hint)
+
+
+Switch = Annotated[bool, option(default="")]
+"""Off unless given; the text does not say so of each."""
+AsJson = Annotated[bool, option(default="", help="print JSON instead of text")]
+Jobs = Annotated[int | None, option("N", default="one a core")]
+Settings = tyro.conf.Suppress[dict[str, str] | None]
+"""The words with a dot, which `split_settings` took out: `--optim.lr 3e-4`."""
 
 
 def read_config(name: str) -> RunConfig:

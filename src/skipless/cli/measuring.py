@@ -5,28 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
-from skipless.cli.arguments import Positional, check_schemes, whole_number
+from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
 from skipless.cli.terminal import evaluation_line, print_json, probe_lines, quantize_lines
 
-Run = Annotated[
-    Positional[str],
-    tyro.conf.arg(metavar="RUN", help="a run directory, such as runs/mine"),
-]
+OWN = "the run's own setting"
+Run = Annotated[Positional[str], option("RUN", help="a run directory, such as runs/mine")]
 Tokens = Annotated[
     str | None,
-    tyro.conf.arg(
-        metavar="TOKENS",
-        help="held-out tokens to measure on, such as 20_000 or 1e5",
-        help_behavior_hint="(default: the run's own setting)",
-    ),
+    option("TOKENS", default=OWN, help="held-out tokens to measure on, such as 20_000 or 1e5"),
 ]
-AsJson = Annotated[bool, tyro.conf.arg(help="print one JSON object instead of a table")]
 
 
 def eval_(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
-    """Held-out loss, perplexity and bits per byte of a trained run -> eval.json.
+    """Measure held-out loss, perplexity and bits per byte -> eval.json.
 
     For example: skipless eval runs/mine --num-tokens 20_000
     """
@@ -39,7 +30,7 @@ def eval_(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
 
 
 def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
-    """Statistics of the activations at every site of a trained run -> probe.json.
+    """Measure the activations at every site: kurtosis, outliers -> probe.json.
 
     For example: skipless probe runs/mine --num-tokens 1e3
     """
@@ -53,22 +44,25 @@ def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
 
 def quantize(
     run: Run,
-    schemes: tuple[str, ...] = (),
-    scopes: tuple[Literal["linear", "block", "all"], ...] = (),
+    schemes: Annotated[tuple[str, ...], option("SCHEME [SCHEME ...]", default=OWN)] = (),
+    scopes: Annotated[
+        tuple[Literal["linear", "block", "all"], ...],
+        option("{linear,block,all} [...]", default=OWN),
+    ] = (),
     num_tokens: Tokens = None,
-    by_layer: bool = False,
+    by_layer: Switch = False,
     json: AsJson = False,
 ) -> None:
-    """Held-out loss of a trained run under simulated quantisation -> quant.json.
+    """Measure held-out loss under simulated quantisation -> quant.json.
 
     Also the worst tensors and the error by depth, at the lowest of the schemes named.
 
     For example: skipless quantize runs/mine --schemes W8A8 W4A8-a:token --by-layer
 
     Args:
-        schemes: such as W8A8 W4A8-a:token W4Afp-w:g32; the run's own list if none is given.
+        schemes: such as W8A8 W4A8-a:token W4Afp-w:g32 (docs/quantise.md).
         scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
-            all (also queries, keys, values, probabilities); the run's own if none is given.
+            all (also queries, keys, values, probabilities).
         by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
     """
     tokens = whole_number("--num-tokens", num_tokens)
@@ -88,8 +82,13 @@ def quantize(
     print_json(result) if json else print(*quantize_lines(result), sep="\n")
 
 
-def report(runs: Positional[tuple[str, ...]], out: str = "report.html") -> None:
-    """Compare run directories in one self-contained HTML file.
+def report(
+    runs: Annotated[Positional[tuple[str, ...]], option("RUN [RUN ...]", default="")],
+    out: Annotated[str, option("FILE.html")] = "report.html",
+) -> None:
+    """Compare runs in one self-contained HTML file.
+
+    For example: skipless report runs/mine runs/demo --out runs/mine.html
 
     Args:
         runs: run directories; a directory that contains run directories stands for them.

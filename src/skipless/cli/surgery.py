@@ -4,37 +4,41 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import tyro
-
-from skipless.cli.arguments import Positional, new_folder
+from skipless.cli.arguments import AsJson, Positional, new_folder, option
 from skipless.cli.terminal import print_json
+
+Model = Annotated[
+    Positional[str], option("MODEL", help="a Hugging Face folder, or a name of `models list`")
+]
+NewFolder = Annotated[
+    str | None, option("DIR", default="", help="folder to write, missing or empty (required)")
+]
 
 
 def patch(
-    model: Annotated[
-        Positional[str],
-        tyro.conf.arg(metavar="MODEL", help="a Hugging Face folder, or a name of `models list`"),
-    ],
-    out: str | None = None,
-    connection: str = "rezero",
-    sites: tuple[Literal["attention", "cross_attention", "mlp"], ...] = (),
-    layers: tuple[int, ...] = (),
-    stacks: tuple[str, ...] = (),
-    json: bool = False,
+    model: Model,
+    out: NewFolder = None,
+    connection: Annotated[str, option("KIND")] = "rezero",
+    sites: Annotated[
+        tuple[Literal["attention", "cross_attention", "mlp"], ...],
+        option("{attention,cross_attention,mlp} [...]", default="all"),
+    ] = (),
+    layers: Annotated[tuple[int, ...], option("N [N ...]", default="all")] = (),
+    stacks: Annotated[tuple[str, ...], option("STACK [STACK ...]", default="all")] = (),
+    json: AsJson = False,
 ) -> None:
-    """Put other skip connections into a Hugging Face model and save it (docs/surgery.md).
+    """Put other skip connections into a Hugging Face model and save it.
 
-    For example: skipless patch smollm2-135m --connection rezero --sites mlp --layers 0 1
-    --out runs/patched. `skipless.surgery.load` reads the folder.
+    The folder is read by `skipless.surgery.load` (docs/surgery.md).
+
+    For example: skipless patch smollm2-135m --connection rezero --sites mlp --out runs/patched
 
     Args:
-        out: folder to write.
         connection: rezero, layerscale, interpolate, learned, gated, anneal, residual (all start
             as the plain skip and change nothing yet) or none.
-        sites: sublayers whose skip is replaced; all if none is given.
-        layers: their numbers, negative ones from the end; all if none is given.
+        sites: sublayers whose skip is replaced.
+        layers: their numbers, negative ones from the end.
         stacks: part of the name of a stack, such as encoder or vision_model, where there are more.
-        json: print JSON.
     """
     path = new_folder(out)
     from skipless.surgery.folders import patch_folder

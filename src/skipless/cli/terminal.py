@@ -1,8 +1,10 @@
-"""What the subcommands print: JSON for programs, one line or aligned columns for people."""
+"""What the command prints: JSON for programs, one line or aligned columns for people."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NUM_WORST = 5
@@ -13,6 +15,23 @@ def print_json(value: Any) -> None:
     from skipless.rundir import to_strict_json
 
     print(to_strict_json(value, indent=2))
+
+
+def overview(groups: Mapping[str, Mapping[str, Callable]]) -> str:
+    """Of {title: {subcommand: function}}: the first line of each docstring, as wide as the terminal
+    up to 100 columns."""
+    indent = 4 + max(len(name) for commands in groups.values() for name in commands)
+    width = max(indent + 20, min(100, shutil.get_terminal_size().columns))
+    lines = []
+    for title, commands in groups.items():
+        lines += ["", title]
+        for name, function in commands.items():
+            text = (function.__doc__ or "").splitlines()[0]
+            first = f"  {name}".ljust(indent)
+            lines += textwrap.wrap(
+                text, width, initial_indent=first, subsequent_indent=" " * indent
+            )
+    return "\n".join(lines[1:])
 
 
 def evaluation_line(result: dict[str, Any]) -> str:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-import tyro
+from typing import Annotated
 
-from skipless.cli.arguments import Positional, check_out, interruption, what_to_train
+from skipless.cli.arguments import (
+    Jobs,
+    Positional,
+    Settings,
+    Switch,
+    check_out,
+    interruption,
+    option,
+    what_to_train,
+)
 
 
 def demo(
-    fast: bool = False,
-    fresh: bool = False,
-    out: str | None = None,
-    jobs: int | None = None,
+    fast: Switch = False,
+    fresh: Switch = False,
+    out: Annotated[str | None, option("DIR", default="runs/demo or runs/demo-fast")] = None,
+    jobs: Jobs = None,
 ) -> None:
-    """Train, measure, quantise and compare all rows; write one HTML report.
+    """Train, measure, quantise and compare seven models; write one HTML report.
 
-    Seven small models on the same text: residual and residual-free, with AdamW, KL-Shampoo and
-    Muon, and the paper's literal settings. Interrupted, it continues where it stopped.
+    Small ones on the same text: residual and residual-free, with AdamW, KL-Shampoo and Muon, and
+    the paper's literal settings. Interrupted, it continues where it stopped.
+
+    For example: skipless demo --fast --out runs/first
 
     Args:
         fast: the same shape of work in under two minutes (not for conclusions).
         fresh: start anew instead of resuming.
-        out: directory of runs and report; default runs/demo or runs/demo-fast.
-        jobs: rows that train at a time; default one a core.
+        out: directory of runs and report.
+        jobs: models that train at a time.
     """
     from skipless.demo import run_demo
 
@@ -31,23 +42,24 @@ def demo(
 
 
 def train(
-    recipe: Positional[str],
-    out: str | None = None,
-    fresh: bool = False,
-    measure: bool = False,
-    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+    recipe: Annotated[Positional[str], option("RECIPE")],
+    out: Annotated[str | None, option("RUN", default="runs/RECIPE")] = None,
+    fresh: Switch = False,
+    measure: Switch = False,
+    overrides: Settings = None,
 ) -> None:
     """Train a recipe, any setting changed by --its.name VALUE, or continue a run.
 
-    For example: skipless train demo-rf-kl --out runs/mine --optim.lr 1e-3 --train.num_tokens 1e6.
-    `skipless train runs/mine` continues it with the settings it has.
-    `skipless show demo-rf-kl` prints all settings. Under torchrun the same command trains on
+    What settings there are is printed by `skipless show demo-rf-kl`. A run goes on, with the
+    settings it has, by `skipless train runs/mine`. Under torchrun the same command trains on
     several processes or machines.
 
+    For example: skipless train demo-rf-kl --out runs/mine --optim.lr 1e-3 --train.num_tokens 1e6
+
     Args:
-        recipe: a name from `skipless list`, a JSON file written by `skipless show NAME --json`, or
-            a run directory to continue.
-        out: run directory; default runs/RECIPE. Holding an unfinished run, it is resumed.
+        recipe: a name of `skipless list`, a JSON file written by `skipless show NAME --json`, or a
+            run directory to continue.
+        out: run directory. Holding an unfinished run, it is resumed.
         fresh: remove the run in --out first.
         measure: afterwards evaluate, quantise, probe and sample, as the report wants.
     """
@@ -70,23 +82,25 @@ def train(
 
 
 def sweep(
-    names: Positional[tuple[str, ...]],
-    setting: str = "optim.lr",
-    values: tuple[str, ...] = (),
-    out: str = "runs/sweep",
-    jobs: int | None = None,
-    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+    names: Annotated[Positional[tuple[str, ...]], option("RECIPE [RECIPE ...]", default="")],
+    setting: Annotated[str, option("SETTING")] = "optim.lr",
+    values: Annotated[tuple[str, ...], option("VALUE [VALUE ...]", default="")] = (),
+    out: Annotated[str, option("DIR")] = "runs/sweep",
+    jobs: Jobs = None,
+    overrides: Settings = None,
 ) -> None:
     """Train recipes at several values of one setting and tell which did best.
+
+    Further settings, such as --train.num_tokens 1e5, are the same for all.
 
     For example: skipless sweep demo-rf-kl demo-rf-muon --values 2e-3 4e-3 8e-3
 
     Args:
-        names: recipes.
+        names: names of `skipless list`.
         setting: the setting to vary.
-        values: its values.
+        values: its values; at least one.
         out: directory of the runs; finished ones are not repeated.
-        jobs: runs at a time; default one a core.
+        jobs: runs that train at a time.
     """
     from skipless.sweep import best, run_sweep
 
@@ -103,30 +117,32 @@ def sweep(
 
 
 def compare_connections(
-    layers: tuple[int, ...] = (),
-    seeds: tuple[int, ...] = (),
-    kinds: tuple[str, ...] = (),
-    tasks: tuple[str, ...] = (),
-    out: str | None = None,
-    jobs: int | None = None,
-    fast: bool = False,
-    overrides: tyro.conf.Suppress[dict[str, str] | None] = None,
+    layers: Annotated[tuple[int, ...], option("N [N ...]", default="4 8")] = (),
+    seeds: Annotated[tuple[int, ...], option("N [N ...]", default="0 1 2")] = (),
+    kinds: Annotated[tuple[str, ...], option("KIND [KIND ...]", default="all")] = (),
+    tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]", default="both")] = (),
+    out: Annotated[
+        str | None, option("DIR", default="runs/connections or runs/connections-fast")
+    ] = None,
+    jobs: Jobs = None,
+    fast: Switch = False,
+    overrides: Settings = None,
 ) -> None:
     """Train one small model with every way of joining the stream, and compare them.
 
     Residual, ReZero, LayerScale, hard removal, removal in places, interpolation, annealing,
     learned, gated and universal joins (`skipless list connections-`). Finished runs are not
-    repeated, so the same command continues; the report holds every run in OUT.
+    repeated, so the same command continues; the report holds every run in the directory.
 
     For example: skipless compare-connections --layers 8 --kinds residual rezero none --seeds 0
 
     Args:
-        layers: depths, of 4, 8, 12 and 24; default 4 8. Only some kinds go beyond 8.
-        seeds: default 0 1 2.
-        kinds: all, if none is given; the baselines of those named come with them.
-        tasks: language and authors (which author wrote a passage; 4 layers); default both.
-        out: directory of runs and report; default runs/connections or runs/connections-fast.
-        jobs: rows that train at a time; default one a core.
+        layers: depths, of 4, 8, 12 and 24; only some kinds go beyond 8.
+        seeds: a run each.
+        kinds: the baselines of those named come with them.
+        tasks: language, and authors (which author wrote a passage; 4 layers).
+        out: directory of runs and report.
+        jobs: runs that train at a time.
         fast: six kinds in small, under two minutes (not for conclusions).
     """
     check_out(out)
