@@ -72,7 +72,7 @@ def test_train_save_load_unpatch(tiny, family, kind, tmp_path):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         target = tiny.logits(model, batch) * 0.5
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     losses = []
     for _ in range(4):
         loss = (tiny.logits(model, batch) - target).square().mean()
