@@ -12,13 +12,6 @@ from skipless.jsonable import override
 from skipless.recipes.connections import DEPTHS, KINDS
 from skipless.rundir import RunDir
 
-SMALL = {
-    "model.hidden_size": "32", "model.num_attention_heads": "2", "model.vocab_size": "300",
-    "model.max_position_embeddings": "32", "train.num_tokens": "512", "train.batch_size": "4",
-    "train.sequence_length": "16", "train.warmup_steps": "2", "train.eval_every": "4",
-    "train.eval_tokens": "128", "probe.trace_every": "2", "probe.final_tokens": "64",
-}  # fmt: skip
-
 
 def test_names_in_order_with_their_baselines():
     assert names((8,), ("none",), ("language",)) == [
@@ -81,7 +74,7 @@ def test_only_the_skips_that_the_name_says_are_gone():
     assert recipes.get("connections-8-rezero-gain-decay").optim.gain_weight_decay == 0.1
 
 
-def test_from_training_to_the_page_and_again(tmp_path, text_file, cache, monkeypatch, capsys):
+def test_from_training_to_the_page_and_again(tmp_path, tiny_settings, cache, monkeypatch, capsys):
     """The rows train here, in this process; two processes of torch would take most of the time."""
     trained = []
 
@@ -98,7 +91,7 @@ def test_from_training_to_the_page_and_again(tmp_path, text_file, cache, monkeyp
 
     monkeypatch.setattr(connections, "train_rows", train_here)
     out = tmp_path / "out"
-    settings = SMALL | {"data.sources": str(text_file)}
+    settings = tiny_settings | {"model.num_hidden_layers": "4", "probe.trace_every": "2"}
     command = ["compare-connections", "--layers", "4", "--seeds", "0", "--tasks", "language",
                "--kinds", "rezero", "--out", str(out)]  # fmt: skip
     command += [f"--{key}={value}" for key, value in settings.items()]
