@@ -4,7 +4,7 @@ from skipless.surgery.adapters import FAMILIES, SUBLAYERS, find_stacks
 from skipless.surgery.folding import Folded, fold
 from skipless.surgery.loading import load
 from skipless.surgery.patching import patch, unpatch
-from skipless.surgery.pruning import Pruned, prune, shares
+from skipless.surgery.pruning import Pruned, PruneRow, prune, shares
 from skipless.surgery.records import connections, gains, set_training_progress
 from skipless.surgery.saving import save_pretrained
 from skipless.surgery.stock import to_stock
@@ -13,6 +13,7 @@ __all__ = [
     "FAMILIES",
     "Folded",
     "SUBLAYERS",
+    "PruneRow",
     "Pruned",
     "connections",
     "find_stacks",

@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
 from skipless.log import console
-from skipless.model import Connection, Transformer
+from skipless.model import IDENTITY, Connection, Transformer
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import bias_of, first_tensor, weight_of
 from skipless.surgery.adapters import find_stacks
+from skipless.surgery.dropping import revive
 from skipless.surgery.patching import CONSTANT_KINDS, patch, unpatch
 from skipless.surgery.records import connections
 from skipless.surgery.tracing import trace
@@ -60,12 +61,16 @@ class Folded:
     """How many gains of each kind are gone: {"F1": 24, "F4": 49}."""
     kept: tuple[str, ...]
     """Norm gains and temperatures that stay, each with its reason."""
+    zeroed: tuple[str, ...] = ()
+    """Connections of dropped sublayers that a plain class must have: there with weights of 0."""
 
     def describe(self) -> str:
-        """One line of counts and the difference; one more for what is kept."""
+        """One line of counts and the difference; one more each for what is kept and zeroed."""
         counts = ", ".join(f"{tag} x {n}" for tag, n in sorted(self.folded.items())) or "nothing"
         kept = f"\nkept: {'; '.join(self.kept)}" if self.kept else ""
-        return f"folded {counts}: largest relative logit difference {self.difference:.2g}{kept}"
+        zeroed = f"\nweights of 0 for: {', '.join(self.zeroed)}" if self.zeroed else ""
+        difference = f"largest relative logit difference {self.difference:.2g}"
+        return f"folded {counts}: {difference}{kept}{zeroed}"
 
 
 def fold(
@@ -75,7 +80,9 @@ def fold(
 
     `model`: our Transformer, or a patched Hugging Face model in float32 or float64. `inputs`: a
     batch to trace and compare with, token ids or keyword arguments; random ids by default, for
-    models that take ids. `norm_gains=False` leaves the norms as they are. Raises UserError where
+    models that take ids. `norm_gains=False` leaves the norms as they are. Sublayers that `prune`
+    dropped stay away from our Transformer; a plain Hugging Face class must have them, so there
+    they come back with weights of 0. Raises UserError where
     the result would not be exact: a sublayer without a skip in a Hugging Face model, a stream
     weight per channel, a branch that no linear layer ends, annealing half done, or a difference
     of 1e-5 and more.
@@ -88,6 +95,7 @@ def fold(
     work = copy.deepcopy(model)
     counts: Counter[str] = Counter()
     kept: list[str] = []
+    zeroed = revive(work)
     with evaluation_mode(work):
         if isinstance(work, Transformer):
             result = _fold_own(work, counts, kept, norm_gains)
@@ -95,7 +103,8 @@ def fold(
             result = _fold_patched(work, batch, counts, kept, norm_gains)
     result.train(model.training)
     distance = difference(model, result, batch)
-    found = Folded(model=result, difference=distance, folded=dict(counts), kept=tuple(kept))
+    found = Folded(model=result, difference=distance, folded=dict(counts), kept=tuple(kept),
+                   zeroed=zeroed)  # fmt: skip
     console.print(found.describe(), highlight=False, markup=False)
     if not distance < LIMIT:
         hint = "; try norm_gains=False" if counts["F4"] else ""
@@ -174,14 +183,19 @@ def _fold_own(
 ) -> Transformer:
     """Our Transformer with plain connections, its stream carried as x / c (F3)."""
     config, carried = model.config, 1.0
-    absent: dict[Sublayer, list[int]] = {"attention": [], "mlp": []}
+    free: dict[Sublayer, list[int]] = {"attention": [], "mlp": []}
+    dropped: dict[Sublayer, list[int]] = {"attention": [], "mlp": []}
     pre = config.norm_placement == "pre"
     for index, block in enumerate(model.blocks):
-        places: tuple[tuple[Sublayer, nn.Linear, Connection], ...] = (
-            ("attention", block.self_attn.o_proj, block.attention_connection),
-            ("mlp", block.mlp.down_proj, block.mlp_connection),
+        attention, mlp = block.self_attn, block.mlp
+        places: tuple[tuple[Sublayer, nn.Linear | None, Connection | None], ...] = (
+            ("attention", attention and attention.o_proj, block.attention_connection),
+            ("mlp", mlp and mlp.down_proj, block.mlp_connection),
         )
         for sublayer, linear, connection in places:
+            if linear is None or connection is None:
+                dropped[sublayer].append(index)
+                continue
             name = f"layers.{index}.{sublayer}_connection"
             a, b = _weights(name, connection)
             if a not in (0, 1) and not pre:
@@ -190,24 +204,27 @@ def _fold_own(
                     "sublayer; F3 needs norm_placement 'pre'"
                 )
             if a == 0:
-                absent[sublayer].append(index)
+                free[sublayer].append(index)
             carried = carried * a if a else 1.0
             scale_output(linear, b / carried)
             _count(counts, connection)
     if norm_gains and pre:
         _fold_own_norms(model, counts, kept)
     temperature = _fold_temperature(model, counts)
-    return _rebuilt(model, _plain(config, absent, temperature))
+    return _rebuilt(model, _plain(config, free, dropped, temperature))
 
 
 def _fold_own_norms(model: Transformer, counts: Counter[str], kept: list[str]) -> None:
     pairs: list[tuple[str, nn.Module, list[nn.Module]]] = []
     for index, block in enumerate(model.blocks):
-        attention, mlp = block.self_attn, block.mlp
-        pairs.append((f"layers.{index}.input_layernorm", block.input_layernorm,
-                      [attention.q_proj, attention.k_proj, attention.v_proj]))  # fmt: skip
-        pairs.append((f"layers.{index}.post_attention_layernorm", block.post_attention_layernorm,
-                      [m for m in (mlp.gate_proj, mlp.up_proj) if m is not None]))  # fmt: skip
+        attention, norm = block.self_attn, block.input_layernorm
+        if attention is not None and norm is not None:
+            pairs.append((f"layers.{index}.input_layernorm", norm,
+                          [attention.q_proj, attention.k_proj, attention.v_proj]))  # fmt: skip
+        mlp, norm = block.mlp, block.post_attention_layernorm
+        if mlp is not None and norm is not None:
+            pairs.append((f"layers.{index}.post_attention_layernorm", norm,
+                          [m for m in (mlp.gate_proj, mlp.up_proj) if m is not None]))  # fmt: skip
     if model.config.num_labels is not None:
         kept.append("norm: its output is pooled before the head")
     elif model.config.tie_word_embeddings:
@@ -227,6 +244,8 @@ def _fold_temperature(model: Transformer, counts: Counter[str]) -> TemperatureCo
     """Temperatures into W_Q (F6); a length-scaled factor depends on the position and stays."""
     for block in model.blocks:
         attention = block.self_attn
+        if attention is None:
+            continue
         temperature = attention.temperature
         tau = temperature.tau
         if tau is None:
@@ -239,19 +258,20 @@ def _fold_temperature(model: Transformer, counts: Counter[str]) -> TemperatureCo
 
 
 def _plain(
-    config: ModelConfig, absent: dict[Sublayer, list[int]], temperature: TemperatureConfig
+    config: ModelConfig,
+    free: dict[Sublayer, list[int]],
+    dropped: dict[Sublayer, list[int]],
+    temperature: TemperatureConfig,
 ) -> ModelConfig:
+    everywhere, none = ConnectionConfig(), ConnectionConfig(kind="none")
+    if sum(map(len, (*free.values(), *dropped.values()))) == 2 * config.num_hidden_layers:
+        everywhere = none
     rules = tuple(
-        ConnectionOverride(
-            connection=ConnectionConfig(kind="none"), layers=tuple(layers), sublayer=sublayer
-        )
-        for sublayer, layers in absent.items()
-        if layers
+        ConnectionOverride(connection=connection, layers=tuple(layers), sublayer=sublayer)
+        for connection, places in ((none, free), (IDENTITY, dropped))
+        for sublayer, layers in places.items()
+        if layers and connection != everywhere
     )
-    if sum(map(len, absent.values())) == 2 * config.num_hidden_layers:
-        everywhere, rules = ConnectionConfig(kind="none"), ()
-    else:
-        everywhere = ConnectionConfig()
     return dataclasses.replace(
         config, connection=everywhere, connection_overrides=rules, temperature=temperature
     )

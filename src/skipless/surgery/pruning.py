@@ -1,105 +1,179 @@
-"""`prune`: leave out the sublayers that hardly change the stream. Not exact, so it reports the loss
+"""`prune`: leave out the sublayers that a model hardly needs. Not exact, so it reports the loss
 before and after (F5).
 
-At y = a x + b f(norm(x)) a sublayer's share is |b f| / |x| of a token, the norms over its channels.
-Where the largest share over all tokens stays below the tolerance, the sublayer becomes the identity
-(y = x); a layer of which nothing is left is taken out of the model, so that it costs neither time
-nor parameters nor cache. A sublayer left out alone is still computed and then multiplied by 0.
-Works in place, on our Transformer and on patched Hugging Face models.
+    prune(model, batches, 1e-3)                   # all whose share |b f| / |x| stays below it
+    prune(model, batches, loss_budget=0.02)       # the cheapest ones, one after the other
+
+Every sublayer is ranked by its share of the stream and by the loss without it alone. What is
+dropped becomes the identity, y = x, and is gone: its weights, its time, and an attention's entry
+in the cache; a layer of which nothing is left goes as a whole. Works in place, on our Transformer
+and on patched Hugging Face models. `ranking.py` measures, `removal.py` takes out.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from skipless.config import ConnectionConfig, ConnectionOverride
-from skipless.errors import UserError
+from skipless.errors import UserError, check_choice
 from skipless.evaluate import loss as language_loss
+from skipless.evaluate.losses import as_list
 from skipless.log import console
-from skipless.model import Connection, Transformer, build_connection
-from skipless.quant import evaluation_mode, run_batch
-from skipless.surgery.adapters import find_stacks
-from skipless.surgery.patching import CONSTANT_KINDS
-from skipless.surgery.records import connections, refresh_record
+from skipless.model import Connection
+from skipless.surgery.ranking import Share, Trials, candidates, layer_names, measure_shares
+from skipless.surgery.removal import Size, remove, size_of
 
-__all__ = ["Pruned", "prune", "shares"]
+__all__ = ["PruneRow", "Pruned", "prune", "shares"]
 
-_CACHE_INDEX = "layer_idx"
-"""By which transformers' cache addresses a layer."""
-IDENTITY = ConnectionConfig(kind="fixed", a=1.0, b=0.0)
-"""The join of a sublayer that was left out."""
+TOLERANCE = 1e-3
+"""Share of the stream that is dropped where neither a tolerance nor a budget is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneRow:
+    """One sublayer (or layer, where whole ones were asked for)."""
+
+    name: str
+    """Its connection, or its layer, under the name before pruning."""
+    share_mean: float
+    """|b f| / |x| over the tokens of the batches; of a layer, its larger sublayer's."""
+    share_max: float
+    loss_change: float
+    """Nats a token more without this one alone; inf where the loss is not finite without it."""
+    is_dropped: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
     """What `prune` did."""
 
-    shares: dict[str, float]
-    """Largest |b f| / |x| of every connection before pruning, smallest first."""
+    rows: tuple[PruneRow, ...]
+    """Everything that could have gone, the cheapest by loss first."""
     dropped: tuple[str, ...]
-    """Connections that became the identity, under their names before."""
+    """Connections whose sublayers became the identity, under their names before, in the order in
+    which they went."""
     removed_layers: tuple[str, ...]
     """Layers that are gone, under their names before."""
+    still_computed: tuple[str, ...]
+    """Dropped ones that the architecture does not let go: computed, then multiplied by 0."""
     loss_before: float
     loss_after: float
+    before: Size
+    after: Size
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Largest |b f| / |x| of every row, smallest first."""
+        found = {row.name: row.share_max for row in self.rows}
+        return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def describe(self) -> str:
-        """One line of counts and losses."""
-        return (
-            f"dropped {len(self.dropped)} of {len(self.shares)} sublayers, removed "
-            f"{len(self.removed_layers)} layers: loss {self.loss_before:.5f} -> "
-            f"{self.loss_after:.5f} ({self.loss_after - self.loss_before:+.5f})"
-        )
+        """Counts, losses, parameters, and cache bytes a token."""
+        before, after = self.before, self.after
+        share = 1 - after.num_parameters / before.num_parameters
+        lines = [
+            f"dropped {sum(row.is_dropped for row in self.rows)} of {len(self.rows)} "
+            f"{_noun(self.rows)}, removed {len(self.removed_layers)} layers: loss "
+            f"{self.loss_before:.5f} -> {self.loss_after:.5f} "
+            f"({self.loss_after - self.loss_before:+.5f})",
+            f"parameters {before.num_parameters:,} -> {after.num_parameters:,} ({-share:+.1%})",
+        ]
+        if before.cache_bytes is not None and after.cache_bytes is not None:
+            lines[1] += f", cache {before.cache_bytes:,} -> {after.cache_bytes:,} bytes a token"
+        if self.still_computed:
+            lines.append(
+                "still computed and multiplied by 0, since the architecture does not let them go: "
+                + ", ".join(self.still_computed)
+            )
+        return "\n".join(lines)
+
+    def table(self) -> str:
+        """A line a row: name, share mean and max, loss change alone, dropped or kept."""
+        width = max(len(row.name) for row in self.rows)
+        lines = [f"{'site':{width}}  share mean   share max  loss alone"]
+        for row in self.rows:
+            lines.append(
+                f"{row.name:{width}}  {row.share_mean:10.3g}  {row.share_max:10.3g}  "
+                f"{row.loss_change:+10.5f}  {'dropped' if row.is_dropped else 'kept'}"
+            )
+        return "\n".join(lines)
 
 
 def prune(
     model: nn.Module,
     batches: Iterable[Any],
-    tolerance: float = 1e-3,
+    tolerance: float | None = None,
     *,
+    loss_budget: float | None = None,
+    unit: Literal["sublayer", "layer"] = "sublayer",
     loss: Callable[[nn.Module, list[Any]], float] | None = None,
 ) -> Pruned:
-    """Drop every sublayer whose |b f| / |x| stays below `tolerance` on `batches` (F5).
+    """Drop sublayers in place: by their share of the stream, or by what the loss loses (F5).
 
-    `batches` as `skipless.evaluate.loss` takes them; they are read three times. `loss` measures a
-    model that is no language model. Prints and returns what was dropped and the loss before and
-    after. Raises UserError when nothing is below the tolerance, when everything is, and for a
-    sublayer below it that has no skip to fall back on.
+    `tolerance`: every sublayer whose |b f| / |x| stays below it for all tokens goes (1e-3 where
+    nothing is given). `loss_budget`: the one that costs least goes, and so on, each measured again
+    beside those that are gone, until the loss would be more than the budget (nats a token) above
+    the start. With both, only sublayers below the tolerance are considered for the budget.
+
+    `unit="layer"` drops whole layers only, which a plain class can still hold. `batches` as
+    `skipless.evaluate.loss` takes them; they are read many times. `loss` measures a model that is
+    no language model; then no output of a layer is used twice, and it takes twice as long.
+
+    Prints and returns what was dropped, and losses, parameters and cache before and after. Raises
+    UserError, with the model as it was, when nothing can be dropped or everything would be, for a
+    sublayer below the tolerance that has no skip to fall back on, and for a loss that is not
+    finite.
     """
-    if not tolerance > 0:
-        raise UserError(f"tolerance is {tolerance}; a positive share of the stream was expected")
-    batches = list(batches)
+    _check(tolerance, loss_budget)
+    check_choice("unit", unit, ("sublayer", "layer"))
+    batches = list(as_list(batches))
     if not batches:
-        raise UserError("no batch to measure the sublayers on; pass at least one")
-    measure = loss or (lambda m, b: language_loss(m, b).nats)
-    found = shares(model, batches)
-    named = _connections(model)
-    small = [name for name, share in found.items() if share < tolerance]
-    if not small:
-        name, share = next(iter(found.items()))
         raise UserError(
-            f"no sublayer stays below {tolerance:g}; the smallest is {name} with {share:.3g}"
+            "no batch to measure the sublayers on; pass at least one, and a list instead of an "
+            "iterator that was read before"
         )
-    if len(small) == len(named):
-        raise UserError(f"every sublayer stays below {tolerance:g}; nothing would be left")
-    before = measure(model, batches)
-    for name in small:
-        module = named[name]
-        identity = build_connection(IDENTITY, module.hidden_size).train(module.training)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, identity)
-    removed = _remove_own(model) if isinstance(model, Transformer) else _remove_patched(model)
+    if tolerance is None and loss_budget is None:
+        tolerance = TOLERANCE
+    named = candidates(model)
+    groups = _groups(model, named, unit)
+    single = measure_shares(model, named, batches)
+    found = {name: _largest(single[part] for part in parts) for name, parts in groups.items()}
+    trials = Trials(model, batches, groups, loss)
+    alone = trials.alone()
+    if loss_budget is None:
+        assert tolerance is not None, "one of the two is set"
+        chosen = _below(found, tolerance)
+        if {part for name in chosen for part in groups[name]} >= set(layer_names(model)):
+            raise UserError(
+                f"every sublayer stays below {tolerance:g}; nothing would be left, so lower it"
+            )
+    else:
+        allowed = found if tolerance is None else dict.fromkeys(_below(found, tolerance))
+        trials.greedy({name: alone[name] for name in allowed}, loss_budget)
+        chosen = trials.out
+        if not chosen:
+            name = min(allowed, key=lambda n: alone[n])
+            raise UserError(
+                f"no {unit} can go within a loss budget of {loss_budget:g}; the cheapest is {name} "
+                f"with {alone[name] - trials.full:+.3g}"
+            )
+    expected, before = trials.current, size_of(model, batches[0])
+    dropped = [part for name in chosen for part in groups[name]]
+    removed, still = remove(model, dropped)
     pruned = Pruned(
-        shares=found, dropped=tuple(small), removed_layers=tuple(removed), loss_before=before,
-        loss_after=measure(model, batches),
+        rows=_rows(found, alone, trials.full, chosen), dropped=tuple(dropped),
+        removed_layers=removed, still_computed=still, loss_before=trials.full,
+        loss_after=(loss or (lambda m, b: language_loss(m, b).nats))(model, batches),
+        before=before, after=size_of(model, batches[0]),
     )  # fmt: skip
-    console.print(pruned.describe(), highlight=False, markup=False)
+    if loss is None and loss_budget is not None:
+        _check_removal(pruned.loss_after, expected)
+    for text in (pruned.table(), pruned.describe()):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     return pruned
 
 
@@ -109,110 +183,75 @@ def shares(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     A stream weight counts as part of x: the share is |y - a x| / |x|. Raises UserError for a
     model without connections.
     """
-    found: dict[str, float] = {}
-
-    def watch(name: str):
-        def hook(module: Connection, args: tuple, out: Tensor) -> None:
-            stream, branch = args[0].float(), args[1].float()
-            b = _branch_weight(module).to(branch)
-            ratio = (b * branch).norm(dim=-1) / stream.norm(dim=-1).clamp(min=1e-12)
-            found[name] = max(found.get(name, 0.0), float(ratio.max()))
-
-        return hook
-
-    named = _connections(model)
-    handles = [m.register_forward_hook(watch(name)) for name, m in named.items()]
-    try:
-        with evaluation_mode(model):
-            for batch in batches:
-                run_batch(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    found = measure_shares(model, candidates(model), as_list(batches))
+    return {name: share.largest for name, share in found.items()}
 
 
-def _branch_weight(module: Connection) -> Tensor:
-    fixed = module.config.b if module.config.kind == "fixed" else 1.0
-    return module.gains().get("b", torch.tensor([fixed]))
-
-
-def _connections(model: nn.Module) -> dict[str, Connection]:
-    if isinstance(model, Transformer):
-        named = {n: m for n, m in model.named_modules() if isinstance(m, Connection)}
-    else:
-        named = connections(model)
-    if not named:
+def _check(tolerance: float | None, loss_budget: float | None) -> None:
+    if tolerance is not None and not 0 < tolerance < math.inf:
+        raise UserError(f"tolerance is {tolerance}; a positive share of the stream was expected")
+    if loss_budget is not None and not 0 < loss_budget < math.inf:
         raise UserError(
-            f"{type(model).__name__} has no connections; patch(model, 'residual') first"
+            f"loss_budget is {loss_budget}; a positive number of nats a token was expected, such "
+            "as 0.02"
         )
-    for name, module in named.items():
-        if module.config.kind not in CONSTANT_KINDS:
-            raise UserError(
-                f"{name} is {module.config.kind}: its weights depend on the token, and prune "
-                "compares constant ones only"
-            )
-    candidates = {
-        name: module for name, module in named.items()
-        if module.config.kind != "none" and module.config != IDENTITY
-    }  # fmt: skip
-    if not candidates:
+
+
+def _groups(
+    model: nn.Module, named: dict[str, Connection], unit: str
+) -> dict[str, tuple[str, ...]]:
+    """What goes together: every connection alone, or all of a layer if all of them can go."""
+    if unit == "sublayer":
+        return {name: (name,) for name in named}
+    layers: dict[str, list[str]] = {}
+    for name, layer in layer_names(model).items():
+        layers.setdefault(layer, []).append(name)
+    whole = {layer: tuple(n) for layer, n in layers.items() if all(map(named.__contains__, n))}
+    if not whole:
         raise UserError(
-            f"{type(model).__name__} has no sublayer to drop: none of them has a skip to fall back "
-            "on, or all are dropped"
+            "no layer can go as a whole: each has a sublayer without a connection or without a "
+            "skip to fall back on; use unit='sublayer'"
         )
-    return candidates
+    return whole
 
 
-def _remove_own(model: Transformer) -> list[str]:
-    """Bring the config up to date and take out layers of identities only."""
-    config = model.config
-    joins = [(b.attention_connection.config, b.mlp_connection.config) for b in model.blocks]
-    gone = [i for i, pair in enumerate(joins) if pair == (IDENTITY, IDENTITY)]
-    placed = config.norm_placement != "post"  # a norm behind the join still acts on the stream
-    indexed = config.temperature.kind == "constant" and config.temperature.beta != 1
-    if not placed or indexed:  # beta^-l counts layers; fold the temperature first (F6)
-        gone = []
-    stay = [i for i in range(len(joins)) if i not in gone]
-    rules = tuple(
-        ConnectionOverride(connection=joins[old][side], layers=(new,), sublayer=sublayer)
-        for new, old in enumerate(stay)
-        for side, sublayer in enumerate(("attention", "mlp"))
-        if joins[old][side] != config.connection
-    )
-    model.layers = nn.ModuleList(model.layers[i] for i in stay)
-    for index, block in enumerate(model.blocks):
-        block.self_attn.layer = index
-    model.config = dataclasses.replace(
-        config, num_hidden_layers=len(stay), connection_overrides=rules
-    )
-    return [f"layers.{i}" for i in gone]
+def _largest(found: Iterable[Share]) -> Share:
+    return max(found, key=lambda share: share.largest)
 
 
-def _remove_patched(model: nn.Module) -> list[str]:
-    """Take out layers of identities only from the one stack of a Hugging Face decoder or encoder;
-    models of several stacks, or with layers of several types, keep them."""
-    stacks = find_stacks(model)
-    named = connections(model)
-    config: Any = model.config  # one of transformers' classes, or nn.Module would say Tensor
-    types = set(getattr(config, "layer_types", None) or [None])
-    removed = []
-    if len(stacks) == 1 and len(types) == 1 and hasattr(config, "num_hidden_layers"):
-        for layer in stacks[0].layers:
-            found = [named.get(layer.path(join)) for join in layer.joins]
-            behind = any(join.owner for join in layer.joins)  # BERT norms the stream after a join
-            if not behind and all(c is not None and c.config == IDENTITY for c in found):
-                removed.append(layer)
-    if removed:
-        parent, _, attribute = stacks[0].name.rpartition(".")
-        stay = [layer.module for layer in stacks[0].layers if layer not in removed]
-        setattr(model.get_submodule(parent), attribute, nn.ModuleList(stay))
-        for index, module in enumerate(stay):
-            for part in module.modules():
-                if isinstance(getattr(part, _CACHE_INDEX, None), int):
-                    setattr(part, _CACHE_INDEX, index)
-        config.num_hidden_layers = len(stay)
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: len(stay)]
-    refresh_record(model)
-    return [layer.name for layer in removed]
+def _below(found: dict[str, Share], tolerance: float) -> list[str]:
+    ordered = sorted(found, key=lambda name: found[name].largest)
+    small = [name for name in ordered if found[name].largest < tolerance]
+    if not small:
+        name = ordered[0]
+        raise UserError(
+            f"no sublayer stays below {tolerance:g}; the smallest is {name} with "
+            f"{found[name].largest:.3g}"
+        )
+    return small
+
+
+def _rows(
+    found: dict[str, Share], alone: dict[str, float], full: float, chosen: list[str]
+) -> tuple[PruneRow, ...]:
+    rows = [
+        PruneRow(name=name, share_mean=share.mean, share_max=share.largest,
+                 loss_change=alone[name] - full, is_dropped=name in chosen)
+        for name, share in found.items()
+    ]  # fmt: skip
+    return tuple(sorted(rows, key=lambda row: row.loss_change))
+
+
+def _noun(rows: tuple[PruneRow, ...]) -> str:
+    return "sublayers" if rows[0].name.endswith("_connection") else "layers"
+
+
+def _check_removal(after: float, expected: float) -> None:
+    """What is taken out must compute what leaving out computed; an architecture whose modules do
+    more than its source shows would fail here."""
+    if not abs(after - expected) <= 1e-3 * max(1.0, abs(expected)):
+        raise UserError(
+            f"the loss without the dropped sublayers' modules is {after:.5f}, and {expected:.5f} "
+            "with their branches left out: this architecture needs one of these modules; load the "
+            "model anew"
+        )

@@ -1,0 +1,312 @@
+"""Which sublayers a model can do without: their share of the stream, and the loss without them.
+
+At y = a x + b f(norm(x)) a sublayer's share is |b f| / |x| of a token, the norms over its channels
+(F5). `Trials` measures the loss with sublayers left out: each alone, then greedily, always the
+cheapest next one, measured again beside those that are out already. Nothing is changed; while a
+loss is measured, the joins in question return the stream.
+
+A layer in front of the first change computes what it computed before, so its outputs are kept and
+handed back. Read by `pruning.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.evaluate import loss as language_loss
+from skipless.model import Connection, Transformer, is_absent
+from skipless.quant import evaluation_mode, run_batch
+from skipless.surgery.adapters import find_stacks
+from skipless.surgery.patching import CONSTANT_KINDS
+from skipless.surgery.records import connections
+
+__all__ = ["Share", "Trials", "candidates", "layer_names", "measure_shares"]
+
+LossFunction = Callable[[nn.Module, list[Any]], float]
+KEPT_BYTES = 2 << 30
+"""Most memory for outputs of layers in front of a change; beyond it all layers are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """|b f| / |x| of one sublayer."""
+
+    mean: float
+    """Over all tokens."""
+    largest: float
+
+
+def candidates(model: nn.Module) -> dict[str, Connection]:
+    """Connections with a skip to fall back on, by dotted name.
+
+    Raises UserError for a model without connections, for weights that depend on the token, and
+    where nothing can be dropped.
+    """
+    if isinstance(model, Transformer):
+        named = {n: m for n, m in model.named_modules() if isinstance(m, Connection)}
+    else:
+        named = connections(model)
+    if not named:
+        raise UserError(
+            f"{type(model).__name__} has no connections; patch(model, 'residual') first"
+        )
+    for name, module in named.items():
+        if module.config.kind not in CONSTANT_KINDS:
+            raise UserError(
+                f"{name} is {module.config.kind}: its weights depend on the token, and prune "
+                "compares constant ones only"
+            )
+    found = {
+        name: module for name, module in named.items()
+        if _falls_back(module) and not is_absent(module.config)
+    }  # fmt: skip
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no sublayer to drop: none of them has a skip to fall back "
+            "on, or all are dropped"
+        )
+    return found
+
+
+def _falls_back(module: Connection) -> bool:
+    """Whether the stream passes: not C2, and not C7 once it has become C2."""
+    if module.config.kind == "anneal":
+        return bool((module.gains()["a"] != 0).all())
+    return module.config.kind != "none" and (module.config.kind, module.config.a) != ("fixed", 0)
+
+
+def measure_shares(
+    model: nn.Module, named: Mapping[str, Connection], batches: Iterable[Any]
+) -> dict[str, Share]:
+    """|b f| / |x| over all tokens at every connection of `named`, smallest maximum first.
+
+    A stream weight counts as part of x: the share is |y - a x| / |x|.
+    """
+    sums = dict.fromkeys(named, 0.0)
+    counts = dict.fromkeys(named, 0)
+    largest = dict.fromkeys(named, 0.0)
+
+    def watch(name: str):
+        def hook(module: Connection, args: tuple, out: Tensor) -> None:
+            stream, branch = args[0].float(), args[1].float()
+            b = _branch_weight(module).to(branch)
+            ratio = (b * branch).norm(dim=-1) / stream.norm(dim=-1).clamp(min=1e-12)
+            sums[name] += float(ratio.sum())
+            counts[name] += ratio.numel()
+            largest[name] = max(largest[name], float(ratio.max()))
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in named.items():
+            handle = module.register_forward_hook(watch(name))
+            stack.callback(handle.remove)
+        with evaluation_mode(model):
+            for batch in batches:
+                run_batch(model, batch)
+    found = {
+        name: Share(mean=sums[name] / counts[name], largest=largest[name])
+        for name in named if counts[name]
+    }  # fmt: skip
+    unseen = sorted(named.keys() - found.keys())
+    if unseen:
+        raise UserError(
+            f"{unseen[0]} was not reached by any batch; give batches that use every part of the "
+            "model"
+        )
+    return dict(sorted(found.items(), key=lambda item: item[1].largest))
+
+
+def _branch_weight(module: Connection) -> Tensor:
+    fixed = module.config.b if module.config.kind == "fixed" else 1.0
+    return module.gains().get("b", torch.tensor([fixed]))
+
+
+def layer_names(model: nn.Module) -> dict[str, str]:
+    """Name of the layer that every connection stands in."""
+    if isinstance(model, Transformer):
+        named = (n for n, m in model.named_modules() if isinstance(m, Connection))
+        return {name: name.rpartition(".")[0] for name in named}
+    return {
+        layer.path(join): layer.name
+        for stack in find_stacks(model)
+        for layer in stack.layers
+        for join in layer.joins
+    }
+
+
+class Trials:
+    """Loss of `model` on `batches` with groups of connections left out.
+
+    `groups`: name -> names of connections that go together. `loss` measures a model that is no
+    language model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: list[Any],
+        groups: Mapping[str, tuple[str, ...]],
+        loss: LossFunction | None,
+    ):
+        self.model, self.batches, self.groups = model, batches, groups
+        self._loss: LossFunction = loss or (lambda m, b: language_loss(m, b).nats)
+        self._layers = layer_names(model)
+        names = dict.fromkeys(self._layers.values())
+        # another loss may run the model on what it computed before, so nothing is kept for it
+        self._kept = _Kept({n: model.get_submodule(n) for n in names}) if loss is None else None
+        self.out: list[str] = []
+        """Groups that are out, in the order in which they went."""
+        self.full = self._record()
+        """Loss with everything in place."""
+        self.current = self.full
+        if not math.isfinite(self.full):
+            raise UserError(
+                f"the loss of the model as it is, is {self.full}; check its weights and batches"
+            )
+
+    def without(self, name: str) -> float:
+        """Loss without the groups that are out and without `name`; inf where it is not finite."""
+        first = [self._layers[connection] for connection in self.groups[name]]
+        try:
+            with self._left_out(name), self._replayed(first):
+                found = self._loss(self.model, self.batches)
+        except UserError:  # how the loss of a language model says that it is not finite
+            return math.inf
+        return found if math.isfinite(found) else math.inf
+
+    def alone(self) -> dict[str, float]:
+        """Loss without each group alone."""
+        assert not self.out, "measured with everything in place"
+        return {name: self.without(name) for name in self.groups}
+
+    def take_out(self, name: str, loss: float) -> None:
+        """Leave `name` out from here on; `loss` is that without it."""
+        self.out.append(name)
+        self.current = loss
+        self._record(name)
+
+    def greedy(self, alone: Mapping[str, float], budget: float) -> None:
+        """Take out the cheapest group again and again while the loss stays within `budget`.
+
+        Costs are measured beside what is out already, the last known cheapest first. A group goes
+        once its fresh cost is no larger than every other's last known one, which saves most
+        measurements; where costs fall as others leave, it can miss the very cheapest.
+        """
+        known = {name: found - self.full for name, found in alone.items()}
+        fresh: dict[str, float] = dict(alone)
+        while known:
+            name = min(known, key=lambda n: known[n])
+            if self.current + known[name] > self.full + budget:
+                return
+            if name not in fresh:
+                fresh[name] = self.without(name)
+                known[name] = fresh[name] - self.current
+                continue
+            if len(self.out) + 1 == len(self.groups) and self._covers_everything():
+                raise UserError(
+                    f"the loss budget of {budget:g} covers every sublayer; nothing would be left, "
+                    "so lower it"
+                )
+            self.take_out(name, fresh[name])
+            del known[name]
+            fresh = {}
+
+    def _covers_everything(self) -> bool:
+        named = {name for group in self.groups.values() for name in group}
+        return named >= set(self._layers)
+
+    def _record(self, *changed: str) -> float:
+        """Loss without what is out; `changed` is what went since the last time."""
+        layers = [self._layers[name] for group in changed for name in self.groups[group]]
+        with ExitStack() as stack:
+            stack.enter_context(self._left_out())
+            stack.enter_context(self._replayed(layers))
+            if self._kept is not None:
+                stack.enter_context(self._kept.record())
+            return self._loss(self.model, self.batches)
+
+    @contextmanager
+    def _left_out(self, *more: str) -> Iterator[None]:
+        names = [name for group in (*self.out, *more) for name in self.groups[group]]
+        modules = [self.model.get_submodule(name) for name in names]
+        with _replaced([(module, _stream) for module in modules]):
+            yield
+
+    @contextmanager
+    def _replayed(self, layers: list[str]) -> Iterator[None]:
+        if self._kept is None:
+            yield
+        else:
+            with self._kept.replay(layers):
+                yield
+
+
+class _Kept:
+    """What every layer returned in one measurement, in order of computation."""
+
+    def __init__(self, layers: dict[str, nn.Module]):
+        self.layers = layers
+        self.outputs: dict[str, list[Any]] = {}
+        self._bytes = 0
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        self.outputs, self._bytes = {}, 0
+
+        def watch(name: str):
+            def hook(module: nn.Module, args: tuple, out: Any) -> None:
+                tensors = out if isinstance(out, tuple) else (out,)
+                self._bytes += sum(t.nbytes for t in tensors if isinstance(t, Tensor))
+                fits = self._bytes <= KEPT_BYTES
+                self.outputs.setdefault(name, []).append(out if fits else None)
+
+            return hook
+
+        with ExitStack() as stack:
+            for name, module in self.layers.items():
+                stack.callback(module.register_forward_hook(watch(name)).remove)
+            yield
+        if self._bytes > KEPT_BYTES:
+            self.outputs = {}
+
+    @contextmanager
+    def replay(self, changed: list[str]) -> Iterator[None]:
+        """Layers that ran before the first of `changed` return what they did."""
+        order = list(self.outputs)
+        before = order[: min((order.index(n) for n in changed if n in order), default=0)]
+        with _replaced([(self.layers[n], _replaying(self.outputs[n])) for n in before]):
+            yield
+
+
+def _stream(stream: Tensor, branch: Any, context: Any = None) -> Tensor:
+    return stream
+
+
+def _replaying(outputs: list[Any]) -> Callable[..., Any]:
+    remaining = iter(outputs)
+    return lambda *args, **kwargs: next(remaining)
+
+
+@contextmanager
+def _replaced(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """The `forward` of some modules replaced for the length of a with statement."""
+    before = [vars(module).get("forward") for module, _ in forwards]
+    try:
+        for module, forward in forwards:
+            module.forward = forward
+        yield
+    finally:
+        for (module, _), old in zip(forwards, before, strict=True):
+            if old is None:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = old
