@@ -44,30 +44,32 @@ def step_bucket(
 ) -> dict[Tensor, int]:
     """Update every parameter of `gradients`; returns the steps each has taken (0: not started)."""
     steps: dict[Tensor, int] = {}
-    framed = any(side.has_frame for side in bucket.sides)
-    for first, last in bucket.chunks(gradients):
-        blocks = []
-        for k in range(first, last):
-            p = bucket.params[k]
-            g = bucket.layouts[k].to_blocks(gradients[p])
+    for k, p in enumerate(bucket.params):
+        if p in gradients:
             step: Tensor = state[p]["step"]
             # An all-zero first gradient says nothing about the scale: wait for another.
-            steps[p] = 0 if step == 0 and not _begin(bucket, k, g, factors) else int(step.add_(1))
-            blocks.append(g)
+            waits = step == 0 and not _begin(bucket, k, gradients[p], factors)
+            steps[p] = 0 if waits else int(step.add_(1))
+    chunks = bucket.chunks(gradients)
+    whole = _Whole(bucket, chunks, group, factors, tail)
+    for first, last in chunks:
+        members = range(first, last)
+        blocks = [bucket.layouts[k].to_blocks(gradients[bucket.params[k]]) for k in members]
         g = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-        times = [max(steps[bucket.params[k]], 1) for k in range(first, last)]
-        chunk = _Chunk(bucket, first, last, g, times, group, factors)
-        if framed or tail == "adam":
+        times = [max(steps[bucket.params[k]], 1) for k in members]
+        chunk = _Chunk(whole, first, last, g, times)
+        if whole.in_frame:
             chunk.in_frame(tail, sink)
         else:
             chunk.with_roots(sink)
     return steps
 
 
-def _begin(bucket: Bucket, k: int, g: Tensor, factors: str) -> bool:
+def _begin(bucket: Bucket, k: int, gradient: Tensor, factors: str) -> bool:
     """First gradient of parameter k: factors proportional to the identity, whose product is its
     mean square block by block. False if it is all zero."""
     layout = bucket.layouts[k]
+    g = layout.to_blocks(gradient)
     counts = torch.tensor(layout.rows) * torch.tensor(layout.cols)
     square = g.square().sum((-2, -1)) / counts.to(g)
     if not square.sum() > 0:
@@ -81,23 +83,52 @@ def _begin(bucket: Bucket, k: int, g: Tensor, factors: str) -> bool:
     return True
 
 
+class _Whole:
+    """What the chunks of one step share: the roots of the OLD factors of all blocks, and scratch
+    (three stacks of a chunk's blocks: fresh memory costs as much as what is written to it)."""
+
+    def __init__(
+        self, bucket: Bucket, chunks: list, group: dict[str, Any], factors: str, tail: str
+    ) -> None:
+        self.bucket, self.group, self.is_kl = bucket, group, factors == "kl"
+        self.in_frame = tail == "adam" or any(side.has_frame for side in bucket.sides)
+        power, eps = factor_power(bucket, factors), group["eps"]
+        counts = true_counts(bucket.layouts, bucket.buffers[bucket.average])
+        self.roots = [
+            side.root(bucket.buffers, power, eps, count)
+            for side, count in zip(bucket.sides, counts, strict=True)
+        ]
+        starts = bucket.starts
+        largest = max((starts[last] - starts[first] for first, last in chunks), default=0)
+        self.scratch = torch.empty(
+            3, largest if self.in_frame else 0, *bucket.block_shape, device=bucket.device
+        )
+
+
+def _part(root: Any, where: slice) -> Any:
+    """The roots of some blocks: tensors [K, ...], tuples of such, or None."""
+    if isinstance(root, tuple):
+        return tuple(part[where] for part in root)
+    return None if root is None else root[where]
+
+
 class _Chunk:
     """Some neighbouring parameters of a bucket during one step."""
 
-    def __init__(self, bucket, first, last, g, times, group, factors) -> None:
+    def __init__(self, whole: _Whole, first: int, last: int, g: Tensor, times: list[int]) -> None:
+        bucket = whole.bucket
         self.left, self.right = bucket.sides
         self.params = bucket.params[first:last]
         self.layouts = bucket.layouts[first:last]
-        base = bucket.starts[first]
+        base, end = bucket.starts[first], bucket.starts[last]
         self.where = [
             slice(bucket.starts[k] - base, bucket.starts[k + 1] - base) for k in range(first, last)
         ]
-        self.s, self.g, self.times, self.group = bucket.slice(first, last), g, times, group
-        self.is_kl = factors == "kl"
+        self.s, self.g, self.times, self.group = bucket.slice(first, last), g, times, whole.group
+        self.is_kl = whole.is_kl
         self.rows, self.cols = true_counts(self.layouts, g)
-        power, eps = factor_power(bucket, factors), group["eps"]
-        self.root_l = self.left.root(self.s, power, eps, self.rows)
-        self.root_r = self.right.root(self.s, power, eps, self.cols)
+        self.root_l, self.root_r = (_part(root, slice(base, end)) for root in whole.roots)
+        self.scratch = whole.scratch[:, : end - base]
 
     def bias(self, beta: float) -> Any:
         """1 / (1 - beta^t), by block."""
@@ -129,7 +160,8 @@ class _Chunk:
         """Rotate the gradient into the frame, average and scale there, rotate the update back."""
         s, group = self.s, self.group
         b1, b2 = group["betas"]
-        p = self.right.enter(self.left.enter(self.g, s), s)
+        one, two, three = self.scratch
+        p = self.right.enter(self.left.enter(self.g, s, out=one), s, out=two)
         momentum = s["momentum"]
         if momentum.dtype == torch.float32:
             momentum.lerp_(p, 1 - b1)
@@ -144,15 +176,15 @@ class _Chunk:
         else:
             root_l, bias = self.root_l, self.bias(b1)
             if isinstance(root_l, Tensor):  # one number a row: the correction costs nothing in it
-                u = self.left.whiten(momentum, root_l * bias)
+                u = self.left.whiten(momentum, root_l * bias, out=one)
             else:
-                u = self.left.whiten(momentum * bias, root_l)
-            u = self.right.whiten(u, self.root_r)
+                u = self.left.whiten(torch.mul(momentum, bias, out=one), root_l)
+            u = self.right.whiten(u, self.root_r, out=one)
         if group["update_rms"] is not None:
             # Turning does not change the norm, so it is known before the frame is left.
             for layout, where in zip(self.layouts, self.where, strict=True):
                 u[where] *= rms_scale(u[where], group["update_rms"], math.prod(layout.shape))
-        half = self.left.leave(u, s)
+        half = self.left.leave(u, s, out=three)
         if self.right.has_frame and all(
             sink.fuses(p) and not lay.padded
             for p, lay in zip(self.params, self.layouts, strict=True)
@@ -164,7 +196,8 @@ class _Chunk:
             for q, layout, where in zip(self.params, self.layouts, self.where, strict=True):
                 sink.take(q, layout.from_blocks(whole[where]))
         if self.is_kl:
-            self.accumulate(self.right.whiten(p, self.root_r), self.left.whiten(p, self.root_l))
+            c_l = self.right.whiten(p, self.root_r, out=one)
+            self.accumulate(c_l, self.left.whiten(p, self.root_l, out=two))
         else:
             self.accumulate(p, p)
 

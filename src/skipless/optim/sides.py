@@ -57,11 +57,11 @@ class IdentitySide:
     def begin(self, s: State, value: Tensor, power: float) -> None:
         """Start at value [K] times the identity."""
 
-    def enter(self, x: Tensor, s: State) -> Tensor:
-        """x in this side's frame."""
+    def enter(self, x: Tensor, s: State, out: Tensor | None = None) -> Tensor:
+        """x in this side's frame: written to `out` where there is one, or x itself."""
         return x
 
-    def leave(self, x: Tensor, s: State) -> Tensor:
+    def leave(self, x: Tensor, s: State, out: Tensor | None = None) -> Tensor:
         """The inverse of `enter`."""
         return x
 
@@ -69,8 +69,8 @@ class IdentitySide:
         """What `whiten` needs, computed once a step."""
         return None
 
-    def whiten(self, x: Tensor, root: Any) -> Tensor:
-        """factor^-power applied to x, in the frame. A new tensor, or x itself."""
+    def whiten(self, x: Tensor, root: Any, out: Tensor | None = None) -> Tensor:
+        """factor^-power applied to x, in the frame. A new tensor, `out` (may be x), or x itself."""
         return x
 
     def accumulate(self, c: Tensor, s: State, decay: float, weight: float) -> None:
@@ -112,8 +112,8 @@ class DiagonalSide(IdentitySide):
             inverse_power(self.eigenvalues(s), power=power, eps=eps, true_dim=true_dim)
         )
 
-    def whiten(self, x, root):
-        return x * root
+    def whiten(self, x, root, out=None):
+        return torch.mul(x, root, out=out)
 
     def accumulate(self, c, s, decay, weight):
         along = -1 if self.is_left else -2
@@ -141,13 +141,13 @@ class FullSide(DiagonalSide):
     def begin(self, s, value, power):
         s[self.name].zero_().diagonal(dim1=-2, dim2=-1).copy_(value.unsqueeze(-1))
 
-    def enter(self, x, s):
+    def enter(self, x, s, out=None):
         basis = s[f"{self.name}_basis"]
-        return basis.mT @ x if self.is_left else x @ basis
+        return torch.bmm(basis.mT, x, out=out) if self.is_left else torch.bmm(x, basis, out=out)
 
-    def leave(self, x, s):
+    def leave(self, x, s, out=None):
         basis = s[f"{self.name}_basis"]
-        return basis @ x if self.is_left else x @ basis.mT
+        return torch.bmm(basis, x, out=out) if self.is_left else torch.bmm(x, basis.mT, out=out)
 
     def accumulate(self, c, s, decay, weight):
         add_gram(s[self.name], c if self.is_left else c.mT, decay, weight)
@@ -205,8 +205,8 @@ class RootSide(FullSide):
     def root(self, s, power, eps, true_dim):
         return s[f"{self.name}_root"]
 
-    def whiten(self, x, root):
-        return root @ x if self.is_left else x @ root
+    def whiten(self, x, root, out=None):
+        return torch.bmm(root, x) if self.is_left else torch.bmm(x, root)
 
     def refresh(self, b, index, exact, power, eps):
         factor = b[self.name][index]
@@ -256,7 +256,7 @@ class LowRankSide(IdentitySide):
         root = torch.maximum(values + eps * mean, floor) ** -power
         return s[f"{self.name}_vectors"], root.masked_fill_(mean <= 0, 0.0)
 
-    def whiten(self, x, root):
+    def whiten(self, x, root, out=None):
         v, scale = root
         rest = scale[:, -1:].unsqueeze(-1)
         extra = scale[:, :-1] - scale[:, -1:]
@@ -299,11 +299,10 @@ def add_gram(factor: Tensor, c: Tensor, decay: float, weight: float) -> None:
     products at four strips.
     """
     dim = factor.shape[-1]
-    if factor.device.type != "cpu" or dim < 3 * STRIP or not factor.is_contiguous():
+    if factor.device.type != "cpu" or dim < 3 * STRIP:
         factor.baddbmm_(c, c.mT, beta=decay, alpha=weight)
         return
     strip = max(STRIP, dim // 8)
-    for f, x in zip(factor, c, strict=True):
-        for a in range(0, dim, strip):
-            end = min(a + strip, dim)
-            f[a:end, :end].addmm_(x[a:end], x[:end].T, beta=decay, alpha=weight)
+    for a in range(0, dim, strip):
+        end = min(a + strip, dim)
+        factor[:, a:end, :end].baddbmm_(c[:, a:end], c[:, :end].mT, beta=decay, alpha=weight)
