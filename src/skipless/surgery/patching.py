@@ -10,7 +10,8 @@ casts, decorators) stays as transformers wrote it (`rewriting.py`). The new meth
 subclass of the same name that the layer's `__class__` is set to. So weights, parameter names,
 hooks, isinstance checks, output recording, gradient checkpointing, caches and attention back ends
 are untouched, and putting the class back undoes it all. The only new modules are the
-connections; `model.config.skipless_patch` records them.
+connections; `model.config.skipless_patch` records them. Universal interpolation reads padding and
+cache as well: `causality.py` says whether its stack is causal, `contexts.py` hands it the rest.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipless.config import ConnectionConfig
+from skipless.config import ConnectionConfig, UniversalConfig
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
+from skipless.model.initializers import generator_for
 from skipless.sites import weight_of
 from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks, original
+from skipless.surgery.causality import is_causal
+from skipless.surgery.contexts import PatchedUniversal, carries, carry, place, uncarry
 from skipless.surgery.dropping import drop_modules, refuse_absent
 from skipless.surgery.records import connections, refresh_record
 from skipless.surgery.rewriting import joining_class, joins_of
@@ -42,10 +46,9 @@ CONSTANT_KINDS = (
 NEUTRAL: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in CONSTANT_KINDS},
     "rezero": {"init": 1.0}, "layerscale": {"init": 1.0}, "interpolate": {"scale": 2.0},
-    "gated": {"scale": 2.0},
+    "gated": {"scale": 2.0}, "universal": {"universal": UniversalConfig(rho=0.0, kappa=2.0)},
 }  # fmt: skip
-"""What a kind given by name starts with: the weights that change no logit. Kinds that are not here
-read positions or caches, which a patched layer does not hand on."""
+"""What a kind given by name starts with: the weights that change no logit."""
 
 
 def patch(
@@ -63,20 +66,28 @@ def patch(
     cross_attention, mlp. `layers`: indices, negative ones from the end; None means all. `stacks`:
     part of a dotted name ("encoder", "vision_model") or a pattern, for models with several.
     Gains have the dtype and device of their layer. Raises UserError, with the model as it was, for
-    a site that is patched already, for anything that matches nothing, and for an architecture
-    whose skips cannot be found.
+    a site that is patched already, for anything that matches nothing, for an architecture whose
+    skips cannot be found, and, with kind universal, where it is unknown whether tokens see later
+    ones.
     """
     config = _settings(connection)
     wanted = (sites,) if isinstance(sites, str) else tuple(sites)
     for site in wanted:
         check_choice("site", site, SUBLAYERS)
     chosen = _choose(model, wanted, layers, stacks)
-    new = [(layer, join, _build(config, layer, join)) for layer, join in chosen]
-    for layer, join, module in new:
+    universal = config.kind == "universal"
+    touched = {stack.name: stack for stack, _, _ in chosen} if universal else {}
+    causal = {name: is_causal(model, stack) for name, stack in touched.items()}
+    new = [(s, layer, join, _build(config, layer, join, causal.get(s.name, False)))
+           for s, layer, join in chosen]  # fmt: skip
+    for stack, layer, join, module in new:
         owner = layer.owner(join)
         setattr(owner, join.name, module)
         replaced = {*joins_of(owner), (join.position, join.name)}
         owner.__class__ = joining_class(type(owner), frozenset(replaced))
+        if universal:
+            place(layer, stack.name, causal[stack.name])
+        carry(layer.module)
     for module in _savers(model):
         module.__class__ = saving_class(type(module))
     refresh_record(model)
@@ -94,7 +105,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     if not owners:
         raise UserError(f"{type(model).__name__} is not patched; there is nothing to undo")
     refuse_absent(model)
-    for module in owners:
+    for module in (*owners, *filter(carries, model.modules())):
         if "_skipless_joins" not in type(module).__dict__:
             raise UserError(
                 f"{type(module).__name__} was wrapped after patch() (fully_shard does that); "
@@ -105,6 +116,8 @@ def unpatch(model: nn.Module) -> nn.Module:
             delattr(module, name)
         module.__class__ = original(type(module))
     for module in model.modules():
+        if carries(module):
+            uncarry(module)
         if "_skipless_saver" in type(module).__dict__:
             module.__class__ = original(type(module))
     refresh_record(model)
@@ -155,6 +168,11 @@ def _settings(connection: str | ConnectionConfig) -> ConnectionConfig:
     check_choice("connection kind", connection.kind, kinds())
     if connection.granularity == "block":
         raise UserError("granularity 'block' cannot be patched in; use 'scalar' or 'channel'")
+    if connection.kind == "universal" and connection.universal.gate_feature == "entropy":
+        raise UserError(
+            "gate_feature 'entropy' cannot be patched in: transformers' attention does not hand on "
+            "its weights; use gate_feature 'spread'"
+        )
     if connection.kind == "fixed" and connection.c != 0:
         raise UserError(
             f"a fixed connection with c={connection.c} needs the embedding, which the layers of a "
@@ -168,7 +186,7 @@ def _choose(
     sites: tuple[str, ...],
     layers: Iterable[int] | int | None,
     stacks: str | Sequence[str] | None,
-) -> list[tuple[Layer, Join]]:
+) -> list[tuple[Stack, Layer, Join]]:
     found = _stacks(model, stacks)
     wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
     if wanted == [] or not sites:
@@ -186,7 +204,7 @@ def _choose(
         for index in indices:
             layer = stack.layers[index]
             present |= {join.sublayer for join in layer.joins}
-            chosen += [(layer, join) for join in layer.joins if join.sublayer in sites]
+            chosen += [(stack, layer, join) for join in layer.joins if join.sublayer in sites]
     explicit = sites if sites != SUBLAYERS else ()
     for site in explicit:
         if site not in present:
@@ -217,13 +235,13 @@ def _stacks(model: nn.Module, wanted: str | Sequence[str] | None) -> list[Stack]
     return kept
 
 
-def _refuse_unfit(chosen: list[tuple[Layer, Join]]) -> None:
+def _refuse_unfit(chosen: list[tuple[Stack, Layer, Join]]) -> None:
     owners: dict[int, str] = {}
-    for layer, join in chosen:
+    for _, layer, join in chosen:
         owner, path = layer.owner(join), layer.path(join)
         if hasattr(owner, join.name):
             raise UserError(f"{path} is patched already; unpatch(model) first")
-        if "forward" in vars(owner):
+        if "forward" in vars(owner) or "forward" in vars(layer.module):
             raise UserError(
                 f"the forward of {path.rpartition('.')[0]} was replaced on the object "
                 "(accelerate's offloading does that), so a patch would have no effect; patch first"
@@ -235,7 +253,7 @@ def _refuse_unfit(chosen: list[tuple[Layer, Join]]) -> None:
             raise UserError("the model is sharded; patch it before fully_shard")
 
 
-def _build(config: ConnectionConfig, layer: Layer, join: Join) -> Connection:
+def _build(config: ConnectionConfig, layer: Layer, join: Join, causal: bool) -> Connection:
     floats = [p for p in layer.module.parameters() if p.is_floating_point()]
     if not floats:
         raise UserError(f"{layer.name} has no floating-point weight to take width and dtype from")
@@ -246,10 +264,14 @@ def _build(config: ConnectionConfig, layer: Layer, join: Join) -> Connection:
             f"{layer.name} mixes {names}, so the gains have no dtype to follow; cast the layer to "
             "one dtype first (model.to(dtype))"
         )
+    build = PatchedUniversal if config.kind == "universal" else build_connection
     with torch.device("meta"):
-        module = build_connection(config, _width(layer))
+        module = build(config, _width(layer))
+    module.place(layer.index, join.sublayer, causal)
     module = module.to_empty(device=floats[0].device)
     module.reset_parameters()
+    if isinstance(module, PatchedUniversal) and module.encoder is not None:
+        module.encoder.reset_parameters(generator_for(0, layer.path(join)))
     for parameter in module.parameters():
         parameter.data = parameter.data.to(floats[0].dtype)
     return module.train(layer.module.training)
