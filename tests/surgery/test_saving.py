@@ -89,8 +89,11 @@ def test_bad_folders_are_named(tiny, tmp_path):
         load(tmp_path)
     with pytest.raises(UserError, match="belongs to an unpatched model"):
         save_pretrained(patch(model), tmp_path)
-    with pytest.raises(UserError, match=r"holds no config\.json"):
+    with pytest.raises(UserError, match="nowhere is no folder"):
         load(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"holds no config\.json"):
+        load(tmp_path / "empty")
     with pytest.raises(UserError, match="upload the folder"):
         model.save_pretrained(tmp_path / "hub", push_to_hub=True)
     folder = save_pretrained(model, tmp_path / "good")

@@ -1,7 +1,8 @@
 """Patched models from disk: `load` restores what `saving.py` wrote.
 
 The connections are put in between building the class and reading the weights, so that the gains are
-read like every other weight.
+read like every other weight. transformers only warns of weights that are missing (it draws them
+anew), left over or of another shape; here each of these stops the loading.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+
 from skipless.errors import UserError
+from skipless.jsonable import parse_json, read_text
 from skipless.model import Connection
 from skipless.surgery.patching import patch_as
 from skipless.surgery.records import RECORD
-from skipless.surgery.saving import MODEL_TYPE, PREFIX, saving_class
+from skipless.surgery.saving import INDEX, MODEL_TYPE, PREFIX, saving_class
 
 __all__ = ["load"]
 
@@ -25,8 +30,11 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
     """The patched model that `save_pretrained` wrote, in eval mode.
 
     `options` go to transformers' `from_pretrained` (dtype, device_map, attn_implementation). Raises
-    UserError for a folder that holds no patched model, and for one whose gains are missing.
+    UserError for a folder that holds no patched model, and for one that is damaged: a weight or a
+    gain missing, left over, of the wrong shape, or a file that cannot be read.
     """
+    if not isinstance(directory, str | os.PathLike):
+        raise UserError(f"load takes the path of a folder, and got {directory!r}")
     path = Path(directory)
     settings = _read_config(path)
     rows, model_type = settings.pop(RECORD), settings.pop("skipless_model_type")
@@ -46,12 +54,19 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
     patching = type(cls)(cls.__name__, (cls,), {
         "__init__": __init__, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
     })  # fmt: skip
+    options = {"ignore_mismatched_sizes": True, **options}
     with tempfile.TemporaryDirectory(prefix="skipless-load-") as staging:
         _stage(path, Path(staging), settings | {"model_type": model_type})
-        model, report = patching.from_pretrained(staging, output_loading_info=True, **options)
-    missing = sorted(key for key in report["missing_keys"] if "_connection." in key)
-    if missing:
-        raise UserError(f"{path} lacks the gain {missing[0]}; the folder is incomplete")
+        try:
+            model, report = patching.from_pretrained(staging, output_loading_info=True, **options)
+        except UserError as error:
+            raise UserError(f"{path} cannot be patched as its config.json says: {error}") from None
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split()).replace(staging, str(path))
+            raise UserError(f"{path} cannot be loaded as {name}: {reason}") from error
+    _check_whole(path, report)
     model.__class__ = saving_class(cls)
     model.config._name_or_path = str(path)
     for module in model.modules():
@@ -60,20 +75,56 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
     return model
 
 
+def _check_whole(path: Path, report: dict[str, Any]) -> None:
+    """Raise UserError unless the files held just the weights that the model has."""
+    for key in sorted(report["missing_keys"], key=lambda key: "_connection." not in key):
+        noun = "gain" if "_connection." in key else "weight"
+        raise UserError(f"{path} lacks the {noun} {key}; the folder is incomplete")
+    for key in sorted(key for key in report["unexpected_keys"] if "_connection." in key):
+        raise UserError(
+            f"{path} holds the gain {key}, which its config.json does not name; the two are not of "
+            "one model: save it again"
+        )
+    for key, *shapes in sorted(report["mismatched_keys"]):
+        found, wanted = (list(shape) for shape in shapes)
+        raise UserError(
+            f"{path} holds {key} as {found} and its config.json wants {wanted}; the two are not of "
+            "one model: save it again"
+        )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
+    """config.json of a patched folder, its record checked as far as its form goes."""
     file = path / "config.json"
+    if not path.is_dir():
+        raise UserError(
+            f"{path} is no folder; give the one that save_pretrained wrote, and download it first "
+            "if it lies on a hub (huggingface_hub.snapshot_download)"
+        )
     if not file.is_file():
         raise UserError(f"{path} holds no config.json; give the folder that save_pretrained wrote")
-    try:
-        settings = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON ({error})") from None
+    settings = parse_json(read_text(file), where=str(file))
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} holds no settings but a {type(settings).__name__}; save it again")
     if settings.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"{path} holds an unpatched {settings.get('model_type')} model; load it with "
             "transformers' from_pretrained"
         )
+    rows = settings.get(RECORD)
+    if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        raise UserError(f"{file} does not say under {RECORD} what is patched; save the model again")
+    if not isinstance(settings.get("skipless_model_type"), str):
+        raise UserError(f"{file} lacks skipless_model_type, the model's own type; save it again")
     return settings
+
+
+def _is_row(row: Any) -> bool:
+    """Whether `row` is of the form that `records.record` gives."""
+    if not isinstance(row, dict) or not isinstance(row.get("connection"), dict):
+        return False
+    places = row.get("at")
+    return isinstance(places, list) and all(isinstance(name, str) for name in places)
 
 
 def _stage(path: Path, staging: Path, settings: dict[str, Any]) -> None:
@@ -90,4 +141,9 @@ def _stage(path: Path, staging: Path, settings: dict[str, Any]) -> None:
             (staging / name).write_bytes(source.read_bytes())
     if not found:
         raise UserError(f"{path} holds no {PREFIX}*.safetensors; the folder is incomplete")
+    index = path / f"{PREFIX}{INDEX}"
+    if index.is_file():
+        for shard in parse_json(read_text(index), where=str(index))["weight_map"].values():
+            if not (staging / shard).exists():
+                raise UserError(f"{path} lacks {PREFIX}{shard}; the folder is incomplete")
     (staging / "config.json").write_text(json.dumps(settings))

@@ -8,25 +8,31 @@ else; with these, every plain `from_pretrained` (Auto classes or the model's own
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.locking import try_lock
 from skipless.surgery.records import RECORD, connections, record
 from skipless.surgery.rewriting import namesake, reducer
 
-__all__ = ["MODEL_TYPE", "PREFIX", "save_pretrained", "saving_class"]
+__all__ = ["INDEX", "MODEL_TYPE", "PREFIX", "save_pretrained", "saving_class"]
 
 MODEL_TYPE = "skipless-patched"
 PREFIX = "skipless-"
-_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+INDEX = "model.safetensors.index.json"
+_WEIGHTS = ("model*.safetensors", INDEX)
+_PATIENCE = 600.0  # seconds that one process waits for another's renaming
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike, **options: Any) -> Path:
@@ -34,7 +40,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike, **options: A
 
     `options` are those of transformers' `save_pretrained`. `model.save_pretrained(directory)` does
     the same (so Trainer's checkpoints do). Raises UserError for a model that is not patched, for a
-    folder that holds an unpatched model, and for `push_to_hub` (upload the folder instead).
+    folder that holds an unpatched model, for `push_to_hub` (upload the folder instead), and when
+    the disk refuses; what was in the folder is then untouched.
     """
     if not connections(model):
         raise UserError(
@@ -42,7 +49,13 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike, **options: A
         )
     save = getattr(model, "save_pretrained", None)
     if save is None:
-        raise UserError(f"{type(model).__name__} is no transformers model; save its state_dict")
+        name, inner = type(model).__name__, getattr(model, "module", None)
+        hint = (
+            "the model inside (model.module)"
+            if hasattr(inner, "save_pretrained")
+            else "its state_dict"
+        )
+        raise UserError(f"{name} is no transformers model; save {hint}")
     save(directory, **options)
     return Path(directory)
 
@@ -77,11 +90,24 @@ def save_patched(
         )
     # The original format renames by patterns ("mlp." in Mixtral) that would catch "mlp_connection".
     options["save_original_format"] = False
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging:
-        plain_save(model, staging, *args, **options)
-        if (Path(staging) / "config.json").is_file():
-            _move(Path(staging), target, rows)
+    present = target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging:
+            plain_save(model, staging, *args, **options)
+            if (Path(staging) / "config.json").is_file():
+                _mark(Path(staging), rows)
+                with _alone(target):
+                    _move(Path(staging), target)
+    except (OSError, SafetensorError) as error:
+        if not present:
+            with contextlib.suppress(OSError):
+                target.rmdir()  # made for nothing; stays if another process writes into it
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"the model cannot be saved to {target}: {reason}; free space, fix the permission or "
+            "name another folder"
+        ) from error
 
 
 @cache
@@ -107,21 +133,42 @@ def _count(rows: list[dict[str, Any]]) -> dict[str, int]:
     return counts
 
 
-def _move(staging: Path, target: Path, rows: list[dict[str, Any]]) -> None:
-    """Rename weights, mark the config; the config goes last and replaces an old one at once."""
-    for old in target.glob(PREFIX + "*"):
-        old.unlink()
-    for source in sorted(staging.iterdir()):
-        if source.name == "config.json":
-            continue
-        name = source.name
-        if name.startswith("model") and ".safetensors" in name:
-            name = PREFIX + name
-        os.replace(source, target / name)
+def _mark(staging: Path, rows: list[dict[str, Any]]) -> None:
+    """Weights and config under the names that only `load` looks for."""
+    for pattern in _WEIGHTS:
+        for source in staging.glob(pattern):
+            source.rename(source.with_name(PREFIX + source.name))
     config = json.loads((staging / "config.json").read_text())
     config["skipless_model_type"] = config["model_type"]
     config["model_type"] = MODEL_TYPE
     config[RECORD] = rows
-    written = staging / "marked.json"
-    written.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(written, target / "config.json")
+    (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _move(staging: Path, target: Path) -> None:
+    """Put the new files in place of the old. The config goes first and comes last: where that is
+    cut short, `load` refuses the folder instead of mixing two models."""
+    (target / "config.json").unlink(missing_ok=True)
+    for old in target.glob(PREFIX + "*"):
+        old.unlink()
+    for source in sorted(staging.iterdir(), key=lambda file: file.name == "config.json"):
+        os.replace(source, target / source.name)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold `folder` against other processes that save into it, without leaving a file there."""
+    if os.name == "nt":  # a folder cannot be opened
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while not try_lock(handle):
+            if time.monotonic() > deadline:
+                raise UserError(f"another process has been writing {folder} for {_PATIENCE:.0f} s; "
+                                "end it, or name another folder")  # fmt: skip
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(handle)
