@@ -40,7 +40,7 @@ WEIGHTS, CHECKPOINTS, LOCK = "model.safetensors", "checkpoint", ".lock"
 OWN_FILES = (
     CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, "data.json", "metrics.jsonl", "probes.jsonl",
     "diagnosis.json", "probe.json", "train.json", "eval.json", "quant.json", "samples.json",
-    "tensorboard",
+    "prune.json", "tensorboard",
 )  # fmt: skip
 """Everything that training and measuring write into a run directory, temporaries apart."""
 

@@ -1,0 +1,326 @@
+"""Pruning and folding on disk: a run, a Hugging Face folder or a name of the catalog in, a new
+folder out. Read by the CLI.
+
+What to drop is chosen on the training part of a text and checked on held-out documents. A run stays
+a run; a Hugging Face model comes out patched where single sublayers are gone, plain where only
+whole layers are. A folded model is always one that stock transformers loads; it is loaded again
+and compared before it gets its name. See docs/surgery.md.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from skipless.config import DataConfig, to_json
+from skipless.data import PreparedData, evaluation_batches, open_batches, prepare
+from skipless.errors import UserError
+from skipless.evaluate import accuracy, precision_table
+from skipless.evaluate import loss as language_loss
+from skipless.log import console
+from skipless.model import Transformer
+from skipless.pretrained import HEADER
+from skipless.rundir import CONFIG, WEIGHTS, RunDir, atomic_path
+from skipless.surgery.dropping import has_absent
+from skipless.surgery.folders import find_folder
+from skipless.surgery.folding import LIMIT, Folded, difference, fold, sample_inputs
+from skipless.surgery.loading import load
+from skipless.surgery.patching import patch, unpatch
+from skipless.surgery.pruning import Pruned, prune
+from skipless.surgery.records import connections
+from skipless.surgery.saving import MODEL_TYPE, save_pretrained
+from skipless.surgery.stock import fold_to_stock
+from skipless.train import LoadedRun, load_run
+from skipless.train.distributed import World
+from skipless.train.load import save_weights
+from skipless.train.result import RESULT
+
+__all__ = ["FoldedFolder", "PrunedFolder", "fold_folder", "prune_folder"]
+
+SCHEMES = ("W8A8", "W4A4")
+TEXT = "sotu"
+"""What a Hugging Face model is measured on where no text is named."""
+BATCH_SIZE = 8
+LONGEST = 256
+"""Tokens a sequence of a Hugging Face model, if it sees as many."""
+_WEIGHT_FILES = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunedFolder:
+    """What `prune_folder` wrote."""
+
+    path: Path
+    kind: Literal["run", "patched", "plain"]
+    """A run directory, a folder for `skipless.surgery.load`, or one for stock transformers."""
+    pruned: Pruned
+    held_out_before: float
+    """Nats on documents that had no part in choosing (a label, of a classifier)."""
+    held_out_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldedFolder:
+    """What `fold_folder` wrote."""
+
+    path: Path
+    folded: Folded
+    """`difference` is that of the model loaded again from `path`."""
+    model: str
+    """Class of the model."""
+    losses: dict[str, tuple[float, float]]
+    """Held-out nats before and after folding: of "full precision" and of every scheme."""
+
+
+def prune_folder(
+    model: str,
+    out: str | Path,
+    *,
+    text: Sequence[str] = (),
+    tolerance: float | None = None,
+    loss_budget: float | None = None,
+    unit: Literal["sublayer", "layer"] = "sublayer",
+    num_tokens: int = 4096,
+) -> PrunedFolder:
+    """Prune a model of the disk and write the folder `out`.
+
+    `text`: named sources, files or folders; the run's own text by default. `num_tokens` are looked
+    at for choosing, and as many held-out ones for the check. Raises UserError as `prune` does, for
+    an `out` that holds something, a run that is not finished, and a model without a text.
+    """
+    target = _free(out)
+    source = _open(model, text, num_tokens)
+    plain_before = not isinstance(source.model, Transformer) and not connections(source.model)
+    if plain_before:
+        patch(source.model, "residual")
+    before = source.loss(source.model, source.held_out)
+    with _quiet():
+        pruned = prune(
+            source.model, source.chosen_on, tolerance, loss_budget=loss_budget, unit=unit,
+            loss=None if source.loss is _language_loss else source.loss,
+        )  # fmt: skip
+    after = source.loss(source.model, source.held_out)
+    with atomic_path(target) as temporary:
+        kind = _write(source, temporary, pruned, after, plain_before)
+    return PrunedFolder(
+        path=target, kind=kind, pruned=pruned, held_out_before=before, held_out_after=after
+    )
+
+
+def fold_folder(
+    model: str,
+    out: str | Path,
+    *,
+    text: Sequence[str] = (),
+    norm_gains: bool = False,
+    num_tokens: int = 4096,
+) -> FoldedFolder:
+    """Fold a run or a patched model of the disk into the folder `out`, for stock transformers.
+
+    Weight ranges widen, so the loss under W8A8 and W4A4 (scope linear) is measured before and
+    after. Raises UserError as `fold` and `to_stock` do, for a model that is not patched, and for an
+    `out` that holds something.
+    """
+    target = _free(out)
+    source = _open(model, text, num_tokens)
+    with _quiet():
+        if isinstance(source.model, Transformer):
+            folded = fold_to_stock(source.model, norm_gains=norm_gains)
+        else:
+            folded = fold(source.model, norm_gains=norm_gains)
+    plain: Any = folded.model
+    losses = _losses(source, source.model), _losses(source, plain)
+    with atomic_path(target) as temporary:
+        plain.save_pretrained(temporary)
+        source.copy_tokenizer(temporary)
+        again = type(plain).from_pretrained(temporary).eval()
+        found = difference(source.model, again, sample_inputs(source.model, None))
+        if not found < LIMIT:
+            raise UserError(
+                f"the model read back from {target} differs by {found:.2g} of the largest logit, "
+                f"and {LIMIT:g} is the limit; nothing was written"
+            )
+    return FoldedFolder(
+        path=target, model=type(plain).__name__,
+        folded=Folded(model=again, difference=found, folded=folded.folded, kept=folded.kept,
+                      zeroed=folded.zeroed),
+        losses={name: (losses[0][name], losses[1][name]) for name in losses[0]},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """A model that was read, and what to measure it on."""
+
+    model: Any
+    chosen_on: list[Any]
+    held_out: list[Any]
+    loss: Callable[[Any, list[Any]], float]
+    run: LoadedRun | None = None
+    folder: Path
+
+    def copy_tokenizer(self, target: Path) -> None:
+        """Everything beside weights and config that transformers reads: the tokenizer."""
+        if self.run is not None:
+            from transformers import PreTrainedTokenizerFast
+
+            file = str(self.run.data.tokenizer_path)
+            PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(target)
+            return
+        for file in self.folder.iterdir():
+            copied = file.is_file() and not file.name.endswith((*_WEIGHT_FILES, HEADER))
+            if copied and not (target / file.name).exists():
+                shutil.copy2(file, target / file.name)
+
+
+def _open(model: str, text: Sequence[str], num_tokens: int) -> _Source:
+    if num_tokens < 1:
+        raise UserError(f"num_tokens is {num_tokens}; at least 1 was expected")
+    folder = find_folder(model)
+    return _open_run(folder, text, num_tokens) if _is_run(folder) else _open_model(
+        folder, text or (TEXT,), num_tokens
+    )  # fmt: skip
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return "model_type" not in json.loads((folder / CONFIG).read_text())
+    except (OSError, ValueError, TypeError):
+        raise UserError(
+            f"{folder} holds no {CONFIG} that can be read; name a run directory or the folder of a "
+            "Hugging Face model"
+        ) from None
+
+
+def _open_run(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
+    run = load_run(folder)
+    if not run.is_finished:
+        raise UserError(f"{folder} is not finished; continue it with `skipless train {folder}`")
+    config, data = run.config, run.data
+    classifies = config.model.num_labels is not None
+    if text and classifies:
+        raise UserError("a classifier is measured on the texts that it was trained on; leave --text"
+                        " out")  # fmt: skip
+    if text:
+        data = _prepare(text, run.data.tokenizer_path, config.model.vocab_size)
+    chosen, held_out = (
+        open_batches(config, data, split, BATCH_SIZE, num_tokens) for split in ("train", "held_out")
+    )
+    return _Source(
+        model=run.model, chosen_on=chosen, held_out=held_out, run=run, folder=folder,
+        loss=_label_loss if classifies else _language_loss,
+    )  # fmt: skip
+
+
+def _open_model(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
+    model = _load(folder)
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} holds no tokenizer.json; save the model's fast tokenizer there")
+    data = _prepare(text, folder / "tokenizer.json", model.config.vocab_size)
+    length = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, LONGEST)
+    chosen, held_out = (
+        evaluation_batches(shard, min(length, shard.num_tokens - 1), BATCH_SIZE, num_tokens)
+        for shard in (data.train, data.held_out)
+    )
+    return _Source(
+        model=model, chosen_on=chosen, held_out=held_out, loss=_language_loss, folder=folder
+    )
+
+
+def _load(folder: Path) -> Any:
+    kind = json.loads((folder / CONFIG).read_text())["model_type"]
+    if kind == MODEL_TYPE:
+        return load(folder)
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "transformers is not installed; install it with `pip install -e '.[hf]'`"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{folder} is no causal language model that can be loaded: {reason}"
+        ) from None
+
+
+def _prepare(text: Sequence[str], tokenizer: Path, vocab_size: int) -> PreparedData:
+    return prepare(DataConfig(sources=tuple(text), tokenizer=str(tokenizer)), vocab_size)
+
+
+def _language_loss(model: Any, batches: list[Any]) -> float:
+    return language_loss(model, batches).nats
+
+
+def _label_loss(model: Any, batches: list[Any]) -> float:
+    return accuracy(model, batches).nats
+
+
+def _losses(source: _Source, model: Any) -> dict[str, float]:
+    rows = precision_table(model, source.held_out, SCHEMES, ("linear",))
+    found = {row["scheme"]: row["loss"] for row in rows}
+    return {"full precision": rows[0]["full_precision"], **found}
+
+
+def _write(
+    source: _Source, folder: Path, pruned: Pruned, held_out: float, plain_before: bool
+) -> Literal["run", "patched", "plain"]:
+    folder.mkdir()
+    if source.run is not None:
+        _write_run(source.run, folder, pruned, held_out)
+        return "run"
+    if plain_before and not has_absent(source.model) and not pruned.still_computed:
+        unpatch(source.model).save_pretrained(folder)
+        source.copy_tokenizer(folder)
+        return "plain"
+    save_pretrained(source.model, folder)
+    source.copy_tokenizer(folder)
+    return "patched"
+
+
+def _write_run(old: LoadedRun, folder: Path, pruned: Pruned, held_out: float) -> None:
+    """A finished run of the smaller model: settings, environment, text, result and weights."""
+    before, after = RunDir(old.path), RunDir(folder)
+    config = old.config.replace(
+        model=old.model.config, label=f"{old.config.label or old.config.name}, pruned",
+        note=f"{old.path} without {', '.join(pruned.dropped)}",
+    )  # fmt: skip
+    (after / CONFIG).write_text(to_json(config))
+    for name in ("environment.json", "data.json"):
+        if (before / name).is_file():
+            shutil.copy2(before / name, after / name)
+    after.write_json(RESULT, {**before.read_json(RESULT), "held_out_loss": held_out})
+    after.write_json("prune.json", {
+        "source": str(old.path), "loss_before": pruned.loss_before,
+        "loss_after": pruned.loss_after, "removed_layers": list(pruned.removed_layers),
+        "rows": [vars(row) for row in pruned.rows],
+    })  # fmt: skip
+    save_weights(after / WEIGHTS, old.model, World())
+
+
+def _free(out: str | Path) -> Path:
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} exists already; name a folder that does not")
+    return target
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What `prune` and `fold` print stays away: the caller prints it."""
+    was = console.quiet
+    console.quiet = True
+    try:
+        yield
+    finally:
+        console.quiet = was
