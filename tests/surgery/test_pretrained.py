@@ -116,6 +116,48 @@ def test_smollm2(tmp_path):
         assert torch.equal(run(unpatch(model)), before)
 
 
+def test_smollm2_with_universal_interpolation(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = folder("smollm2-135m")
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+    batch = tokenizer(TEXT, return_tensors="pt")
+    prompts = tokenizer(["The capital of France is", "Two"], return_tensors="pt", padding=True)
+
+    def run(one):
+        return one(**batch).logits
+
+    def generate(one, inputs=prompts, **options):
+        out = one.generate(**inputs, max_new_tokens=6, do_sample=False, **options)
+        return out[:, inputs["input_ids"].shape[1] :]
+
+    with torch.no_grad():
+        before, words = run(model), generate(model)
+        patch(model, "universal")
+        assert len(connections(model)) == 60 and torch.equal(run(model), before)
+        for use_cache in (True, False):
+            assert torch.equal(generate(model, use_cache=use_cache), words)
+    losses = train(model, lambda: model(**batch, labels=batch["input_ids"]).loss, lr=0.003)
+    assert losses[-1] < losses[0] - 0.3, losses
+    with torch.no_grad():
+        after, trained = run(model), generate(model)
+        assert torch.equal(trained, generate(model, use_cache=False))
+        alone = tokenizer(["Two"], return_tensors="pt")  # the left padding of "Two" is not seen
+        assert torch.equal(generate(model, alone)[0], trained[1])
+        later = {k: v[:, :20] for k, v in batch.items()}
+        torch.testing.assert_close(model(**later).logits, after[:, :20], rtol=1e-4, atol=1e-3)
+        model.save_pretrained(tmp_path / "patched")
+        loaded = load(tmp_path / "patched")
+        kept = loaded.state_dict()
+        assert all(torch.equal(kept[name], value) for name, value in model.state_dict().items())
+        for parameter in loaded.parameters():  # a file's are not aligned, and that moves sums
+            parameter.data = parameter.data.clone()
+        assert torch.equal(run(loaded), after)
+        close(loaded, run, 1e-4)
+        assert torch.equal(run(unpatch(model)), before)
+
+
 def test_minilm(tmp_path):
     from transformers import AutoModel, AutoTokenizer
 

@@ -492,6 +492,8 @@ def test_calls_that_cannot_be_met(tiny):
             model.model.layers[0].mlp_connection(torch.ones(1, 2, 16), torch.ones(1, 2, 16), None)
         with pytest.raises(UserError, match="cannot read padding off a dict"):
             model.model.layers[0](torch.ones(1, 2, 16).double(), attention_mask={})
+        with pytest.raises(UserError, match="hides a token from its successor"):
+            model(tokens, position_ids=torch.tensor([[0, 1, 0, 1]] * 2), use_cache=False)
         model = build(tiny, "bert", chunk_size_feed_forward=2)
         with pytest.raises(UserError, match="chunk_size_feed_forward to 0"):
             model(tokens)

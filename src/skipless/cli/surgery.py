@@ -34,8 +34,8 @@ def patch(
     For example: skipless patch smollm2-135m --connection rezero --sites mlp --out runs/patched
 
     Args:
-        connection: rezero, layerscale, interpolate, learned, gated, anneal, residual (all start
-            as the plain skip and change nothing yet) or none.
+        connection: rezero, layerscale, interpolate, learned, gated, universal, anneal, residual
+            (all start as the plain skip and change nothing yet) or none.
         sites: sublayers whose skip is replaced.
         layers: their numbers, negative ones from the end.
         stacks: part of the name of a stack, such as encoder or vision_model, where there are more.

@@ -189,12 +189,19 @@ def _real(mask: Any, shape: tuple[int, int], offset: int, place: Place) -> Tenso
     else:
         floating = mask.is_floating_point()
         seen = mask > torch.finfo(mask.dtype).min / 2 if floating else mask.bool()
-        real = seen[:, 0].diagonal(offset, -2, -1)[:, :num_new]
-        ahead = seen[:, 0].diagonal(offset + 1, -2, -1)
-        if not place.causal and not torch.equal(ahead, real[:, 1:]):
+        seen = seen[:, 0]
+        real = seen.diagonal(offset, -2, -1)[:, :num_new]
+        if not place.causal and not torch.equal(seen.diagonal(offset + 1, -2, -1), real[:, 1:]):
             raise UserError(
                 f"{place.stack} was patched as layers that see all tokens, and its attention mask "
                 "hides later ones; choose another connection for it"
+            )
+        before = seen[:, 1:].diagonal(offset, -2, -1)
+        if place.causal and bool((real[:, :-1] & real[:, 1:] & ~before).any()):
+            raise UserError(
+                "the attention mask hides a token from its successor (packed documents, attention "
+                "in chunks), and universal interpolation has one past for a row; give every "
+                "document a row of its own"
             )
     if real.shape[-1] != num_new:
         raise UserError(
