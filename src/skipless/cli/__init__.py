@@ -10,7 +10,10 @@ has its name in GROUPS:
     catalogs.py   what there is: list, show, data, models
     training.py   what trains: demo, train, sweep, compare-connections
     measuring.py  what reads trained runs: eval, probe, quantize, report
-    surgery.py    what changes models that others trained: patch; the place of convert, prune, fold
+    diagnosing.py what reads any model: diagnose
+    surgery.py    what changes models that others trained: patch
+    convert.py    convert, which has many arguments
+    slimming.py   what makes trained models smaller: prune, fold
 
 arguments.py turns words into settings, terminal.py turns results into lines.
 """
@@ -28,7 +31,10 @@ import tyro
 from skipless import __version__
 from skipless.cli.arguments import again, split_settings
 from skipless.cli.catalogs import data, list_, models, show
+from skipless.cli.convert import convert
+from skipless.cli.diagnosing import diagnose
 from skipless.cli.measuring import eval_, probe, quantize, report
+from skipless.cli.slimming import fold, prune
 from skipless.cli.surgery import patch
 from skipless.cli.terminal import overview
 from skipless.cli.training import compare_connections, demo, sweep, train
@@ -39,7 +45,13 @@ GROUPS = {
     "What there is": {"list": list_, "show": show, "data": data, "models": models},
     "Train": {"train": train, "sweep": sweep, "compare-connections": compare_connections},
     "Measure trained runs": {"eval": eval_, "probe": probe, "quantize": quantize, "report": report},
-    "Change models that others trained": {"patch": patch},
+    "Measure any model": {"diagnose": diagnose},
+    "Change models that others trained": {
+        "patch": patch,
+        "convert": convert,
+        "prune": prune,
+        "fold": fold,
+    },
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     name: function for commands in GROUPS.values() for name, function in commands.items()

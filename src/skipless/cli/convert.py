@@ -1,0 +1,137 @@
+"""The subcommand `convert`: a trained residual model towards fewer skips."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from skipless.cli.arguments import AsJson, Switch, new_folder, option
+from skipless.cli.surgery import Model
+from skipless.cli.terminal import _aligned as aligned
+from skipless.cli.terminal import print_json
+from skipless.errors import UserError
+
+
+def convert(
+    model: Model,
+    out: Annotated[str | None, option("DIR", default="")] = None,
+    to: Annotated[Literal["none"], option(default="")] = "none",
+    distill: Switch = False,
+    sites: Annotated[
+        tuple[Literal["attention", "cross_attention", "mlp"], ...],
+        option("{attention,cross_attention,mlp} [...]", default="all"),
+    ] = (),
+    layers: Annotated[tuple[int, ...], option("N [N ...]", default="all")] = (),
+    order: Literal["last-first", "first-first", "by-share", "by-loss"] = "last-first",
+    skips_per_stage: Annotated[int, option("N")] = 1,
+    steps: Annotated[int, option("N")] = 100,
+    start: Literal["fit", "anneal"] = "fit",
+    fit_batches: Annotated[int, option("N")] = 8,
+    lr: Annotated[float, option("LR")] = 1e-4,
+    train: Literal["all", "layers"] = "all",
+    temperature: Annotated[float, option("T")] = 1.0,
+    loss_budget: Annotated[float | None, option("NATS", default="no limit")] = None,
+    text: Annotated[tuple[str, ...], option("TEXT [TEXT ...]")] = ("sotu",),
+    sequence_length: Annotated[int, option("N")] = 256,
+    batch_size: Annotated[int, option("N")] = 4,
+    held_out_tokens: Annotated[int, option("N")] = 8192,
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
+    untrained: Switch = False,
+    json: AsJson = False,
+) -> None:
+    """Take skips out of a trained language model, taught by the original.
+
+    Skips go stage by stage; after each the held-out loss is measured. The folder receives the model
+    (`skipless.surgery.load` reads it), convert.json with every number, and convert.png: loss
+    against the share of skips removed, beside the same skips removed without training.
+    Interrupted, the same command goes on. See docs/convert.md.
+
+    For example: skipless convert smollm2-135m --distill --sites mlp --layers -1 -2 --out runs/fewer
+
+    With --untrained nothing is trained or written: it tells what removal costs as it is.
+
+    Args:
+        out: folder to write, or an unfinished one to go on with (required but with --untrained).
+        to: what the skips become.
+        distill: learn the original's distribution (KL); without it, to predict the text.
+        sites: sublayers whose skips go.
+        layers: their numbers, negative ones from the end.
+        order: by depth, largest branch beside its stream first, or cheapest alone first.
+        skips_per_stage: how many go at a time; 0 for all at once.
+        steps: optimiser steps of each stage.
+        start: a stage begins with a least-squares fit of the branch to the old join, or lets the
+            skip's weight fall from 1 to 0 over half of its steps.
+        fit_batches: batches of that fit.
+        lr: learning rate (AdamW); it falls to a tenth over each stage.
+        train: which weights learn: all, or those of the layers that lost a skip.
+        temperature: of the distributions that are compared.
+        loss_budget: nats above the unconverted model; a stage beyond it is undone and the last.
+        text: named texts (`skipless data list`), files or folders.
+        sequence_length: tokens a sequence.
+        batch_size: sequences a step.
+        held_out_tokens: tokens that the loss is measured on.
+        device: where it runs; auto takes CUDA, then MPS, then the CPU.
+        untrained: only measure what removal costs without training, by kind of site.
+    """
+    if out is None and not untrained:
+        raise UserError("--out is missing; name the folder to write")
+    path = Path(out or "")
+    if untrained and out is not None:
+        new_folder(out)
+    from skipless.report.conversion import draw_conversions, draw_untrained
+    from skipless.surgery.conversion import SITES, ConversionConfig
+    from skipless.surgery.converting_text import TextSource, convert_folder, measure_untrained
+
+    config = ConversionConfig(
+        to=to, sites=sites or SITES, layers=layers, order=order, skips_per_stage=skips_per_stage,
+        steps_per_stage=steps, start=start, fit_batches=fit_batches, lr=lr, train=train,
+        distill=float(distill), cross_entropy=float(not distill), temperature=temperature,
+        loss_budget=loss_budget,
+    )  # fmt: skip
+    source = TextSource(
+        model=model, text=text, sequence_length=sequence_length, batch_size=batch_size,
+        held_out_tokens=held_out_tokens, device=device,
+    )  # fmt: skip
+    if untrained:
+        curves = {
+            site: [row.to_dict() for row in rows]
+            for site, rows in measure_untrained(source, config).items()
+        }
+        if out is not None:
+            draw_untrained(curves, path / "untrained.png")
+        print_json(curves) if json else print(*_curve_lines(curves), sep="\n")
+        return
+    record = convert_folder(source, path, config).to_dict()
+    draw_conversions({", ".join(sites) or "all skips": record}, path / "convert.png")
+    if json:
+        print_json(record)
+        return
+    print(*_stage_lines(record), sep="\n")
+    print(f"{path}  (skipless.surgery.load reads it; beside it convert.json and convert.png)")
+
+
+def _stage_lines(record: dict[str, Any]) -> list[str]:
+    """Of convert.json: loss and cost after every stage, beside the same skips gone untrained."""
+    rows = [("skips gone", "share", "loss", "increase", "KL", "untrained", "tokens")]
+    for row, control in zip(record["stages"], record["untrained"], strict=False):
+        rows.append((
+            f"{row['num_removed']} of {record['total']}", f"{row['share']:.0%}",
+            f"{row['loss']:.4f}", f"{row['increase']:+.4f}", f"{row['kl']:.4f}",
+            f"{control['increase']:+.3f}", f"{row['tokens']:,}",
+        ))  # fmt: skip
+    lines = [f"unconverted {record['loss']:.4f} nats", *aligned(rows)]
+    if not record["stages"][-1]["kept"]:
+        lines[-1] += "  <- beyond the budget, undone"
+    return lines
+
+
+def _curve_lines(curves: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Of `untrained_curves`: the loss by site and number of skips."""
+    rows = [("site", "skips gone", "share", "loss", "increase")]
+    for site, points in curves.items():
+        rows += [
+            (site, str(row["num_removed"]), f"{row['share']:.0%}", f"{row['loss']:.4f}",
+             f"{row['increase']:+.4f}")
+            for row in points
+        ]  # fmt: skip
+    return aligned(rows)

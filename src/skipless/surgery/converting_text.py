@@ -1,0 +1,157 @@
+"""A model on disk and a named text in, a folder with fewer skips out. Read by the CLI.
+
+The model is a causal language model; the text is cut with its own tokenizer and held out by whole
+documents (`skipless.data`). `convert` does the work.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipless.config import DataConfig
+from skipless.data import Loader, PreparedData, evaluation_batches, prepare
+from skipless.errors import UserError
+from skipless.log import say
+from skipless.pretrained import HEADER
+from skipless.surgery.conversion import Conversion, ConversionConfig, Untrained
+from skipless.surgery.converting import convert
+from skipless.surgery.converting_inputs import check_folder
+from skipless.surgery.folders import find_folder
+from skipless.surgery.saving import MODEL_TYPE
+from skipless.surgery.skips import untrained_curves
+from skipless.train.distributed import choose_device
+from skipless.train.memory import keep_freed_memory
+
+__all__ = ["TextSource", "convert_folder", "measure_untrained"]
+
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Which model, which text, and how it is cut."""
+
+    model: str
+    """A Hugging Face folder or a name of the catalog."""
+    text: Sequence[str]
+    """Named sources, files or folders, as `DataConfig.sources`."""
+    sequence_length: int = 256
+    batch_size: int = 4
+    """Sequences a step."""
+    held_out_tokens: int = 8192
+    device: str = "auto"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a conversion's record says of it; the device is no part of the settings."""
+        return {
+            "model_name": self.model, "text": list(self.text),
+            "sequence_length": self.sequence_length, "batch_size": self.batch_size,
+            "held_out_tokens": self.held_out_tokens,
+        }  # fmt: skip
+
+    def open(self) -> tuple[Any, Loader, list[Any]]:
+        """(model in fp32 on its device, training batches, held-out batches).
+
+        Raises UserError for a folder that is no causal language model with a tokenizer, for one
+        that is patched already, and for too little text.
+        """
+        for name in ("sequence_length", "batch_size", "held_out_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; at least 1 was expected")
+        device = choose_device(self.device)
+        if device.type == "cpu":
+            keep_freed_memory()
+        folder = find_folder(self.model)
+        model = _load(folder)
+        limit = getattr(model.config, "max_position_embeddings", None) or self.sequence_length
+        if self.sequence_length > limit:
+            raise UserError(
+                f"sequence_length is {self.sequence_length} and {self.model} sees {limit} tokens "
+                f"at most; choose {limit} or less"
+            )
+        data = _prepare(folder, tuple(self.text), model.config.vocab_size)
+        loader = Loader(data.train, self.sequence_length, self.batch_size)
+        held_out = evaluation_batches(
+            data.held_out, self.sequence_length, self.batch_size, self.held_out_tokens
+        )
+        return model.to(device), loader, held_out
+
+
+def convert_folder(source: TextSource, out: str | Path, config: ConversionConfig) -> Conversion:
+    """Convert a model of the disk into the folder `out`, or go on with what is there.
+
+    Raises UserError as `convert` does, and when the first stage is beyond the budget already, so
+    that there is no model to write; the record is in `out` then.
+    """
+    target = Path(out)
+    check_folder(target, config, source.to_dict())  # before anything large is read
+    model, loader, held_out = source.open()
+    needed = len(loader.batch(0)[0]) * max(config.steps_per_stage, 1)
+    if loader.num_windows < needed:
+        say(
+            f"NOTE: {', '.join(source.text)} has {loader.num_windows} sequences, fewer than the "
+            f"{needed} of a stage: the model sees them again and again"
+        )
+    found = convert(model, loader, held_out, config, folder=target, source=source.to_dict())
+    if not found.converted:
+        row = found.stages[0]
+        raise UserError(
+            f"the first stage costs {row.increase:+.4f} nats, more than the budget of "
+            f"{config.loss_budget}; give a higher loss_budget or more steps (the numbers are in "
+            f"{target / 'convert.json'}, no model was written)"
+        )
+    for file in find_folder(source.model).iterdir():  # tokenizer; not what was written anew
+        copied = file.is_file() and not file.name.endswith((*_WEIGHTS, HEADER))
+        if copied and not (target / file.name).exists():
+            shutil.copy2(file, target / file.name)
+    return found
+
+
+def measure_untrained(
+    source: TextSource, config: ConversionConfig, points: int = 10
+) -> dict[str, tuple[Untrained, ...]]:
+    """`untrained_curves` of a model of the disk on held-out text."""
+    model, _, held_out = source.open()
+    return untrained_curves(model, held_out, config, points=points)
+
+
+def _load(folder: Path) -> Any:
+    file = folder / "config.json"
+    try:
+        kind = json.loads(file.read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder} holds no config.json of a Hugging Face model") from None
+    if kind == MODEL_TYPE:
+        raise UserError(
+            f"{folder} is patched or converted already; in Python, skipless.surgery.load and "
+            "convert(..., teacher=the original) go on with other sites"
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise UserError(
+            "transformers is not installed; install it with `pip install -e '.[hf]'`"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{folder} is no causal language model that can be loaded: {reason}"
+        ) from None
+
+
+def _prepare(folder: Path, text: tuple[str, ...], vocab_size: int) -> PreparedData:
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} holds no tokenizer.json; save the model's fast tokenizer there")
+    return prepare(
+        DataConfig(sources=text, tokenizer=str(folder / "tokenizer.json")), vocab_size
+    )  # fmt: skip
