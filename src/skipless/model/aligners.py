@@ -8,7 +8,8 @@
    L_e^-T L_x^T (cholesky), or the Gaussian optimal transport (bures); sinkhorn is no such map.
 
 A causal model uses prefixes (mean, diagonal) or completed chunks (cholesky, bures). Read by
-`interpolation.py`. Legend: B batch, T new tokens, S past plus new tokens, D width.
+`interpolation.py`; `aligned_join.py` is the fast form of `none`, `mean` and `diagonal` where there
+is no cache. Legend: B batch, T new tokens, S past plus new tokens, D width.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def align(config: UniversalConfig, tokens: Tokens, stream: Tensor, branch: Tenso
     return _ALIGNERS[config.aligner](config, tokens, wx, we, e).to(branch.dtype)
 
 
-def _weight(config: UniversalConfig, num: Tensor, dtype: torch.dtype) -> Tensor:
-    """w = n / (n + shrinkage), 0 at n = 0."""
+def trust(config: UniversalConfig, num: Tensor, dtype: torch.dtype) -> Tensor:
+    """How much statistics of n tokens count: w = n / (n + shrinkage), 0 at n = 0."""
     num = num.to(dtype)
     return num / (num + config.shrinkage).clamp(min=1)
 
@@ -54,7 +55,7 @@ def _weight(config: UniversalConfig, num: Tensor, dtype: torch.dtype) -> Tensor:
 def _mean(config, tokens: Tokens, wx: Tensor, we: Tensor, e: Tensor) -> Tensor:
     """A(e) = e + w (mean_x - mean_e)."""
     num = counts(tokens)[..., None]
-    weight = _weight(config, num, e.dtype)
+    weight = trust(config, num, e.dtype)
     apart = wx - we
     if not tokens.causal:
         return e + weight * apart.sum(1, keepdim=True) / num.clamp(min=1)
@@ -79,7 +80,7 @@ def _diagonal(config, tokens: Tokens, wx: Tensor, we: Tensor, e: Tensor) -> Tens
     else:
         mean_x, var_x = whole_moments(tokens, wx)
         mean_e, var_e = whole_moments(tokens, we)
-    weight = _weight(config, counts(tokens)[..., None], e.dtype)
+    weight = trust(config, counts(tokens)[..., None], e.dtype)
     common = (1 - weight) * (var_x + var_e) / 2 + EPS
     ratio = ((weight * var_x + common) / (weight * var_e + common)).sqrt()
     return weight * mean_x + (e - weight * mean_e) * ratio
@@ -156,7 +157,7 @@ def _sums(x: Tensor, e: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
 
 def _affine(config, num, sum_x, sum_e, outer_x, outer_e) -> Affine:
     """(w mean_x, w mean_e, M) with covariances shrunk to one multiple of the identity."""
-    weight, n = _weight(config, num, num.dtype)[:, None], num.clamp(min=1)[:, None]
+    weight, n = trust(config, num, num.dtype)[:, None], num.clamp(min=1)[:, None]
     mean_x, mean_e = sum_x / n, sum_e / n
     cov_x = outer_x / n[..., None] - mean_x[:, :, None] * mean_x[:, None, :]
     cov_e = outer_e / n[..., None] - mean_e[:, :, None] * mean_e[:, None, :]
@@ -192,7 +193,7 @@ def _sinkhorn(config, tokens: Tokens, wx: Tensor, we: Tensor, e: Tensor) -> Tens
         right = log_mass - torch.logsumexp(logits + left[:, :, None], dim=1)
         left = log_mass - torch.logsumexp(logits + right[:, None, :], dim=2)
     plan = torch.softmax(logits + right[:, None, :], dim=2)
-    weight = _weight(config, num, e.dtype)[..., None]
+    weight = trust(config, num, e.dtype)[..., None]
     return torch.where(mask[..., None], e + weight * (plan @ wx - e), e)
 
 

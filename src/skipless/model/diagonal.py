@@ -22,7 +22,7 @@ from torch import Tensor
 _aten = torch.ops.aten
 
 
-def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float):
+def forward_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float):
     """Plain attention, its log-sum-exp [B, H, T], and what the backward kernel wants besides."""
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -33,7 +33,8 @@ def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float)
     return found[0], found[1], tuple(found[2:8])
 
 
-def _backward_kernel(grad, q, k, v, out, lse, rest: tuple, causal: bool, scale: float):
+def backward_kernel(grad, q, k, v, out, lse, rest: tuple, causal: bool, scale: float):
+    """Gradients of q, k and v, with probabilities exp(s - lse) and the row sums of grad * out."""
     if not rest:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, causal, scale=scale
@@ -47,7 +48,7 @@ def _backward_kernel(grad, q, k, v, out, lse, rest: tuple, causal: bool, scale: 
 class _DiagonalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, bias, causal: bool, scale: float) -> Tensor:
-        plain, lse, rest = _forward_kernel(q, k, v, causal, scale)
+        plain, lse, rest = forward_kernel(q, k, v, causal, scale)
         log_own = torch.linalg.vecdot(q, k).mul_(scale).to(lse.dtype).sub_(lse)
         own = log_own.exp_()  # probability of the diagonal without the bias
         d = bias.to(lse.dtype)[:, None]
@@ -62,7 +63,7 @@ class _DiagonalAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
         q, k, v, bias, out, lse, probability = ctx.saved_tensors
-        grad_q, grad_k, grad_v = _backward_kernel(
+        grad_q, grad_k, grad_v = backward_kernel(
             grad, q, k, v, out, lse, ctx.rest, ctx.causal, ctx.scale
         )
         missing = probability * -torch.expm1(-bias.to(lse.dtype))[:, None]

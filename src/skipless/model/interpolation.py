@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.model.aligned_join import FUSED, Join, aligned_join
 from skipless.model.aligners import align
 from skipless.model.connections import CONNECTIONS, Connection
 from skipless.model.context import ForwardContext
 from skipless.model.relation_encoder import RelationEncoder
+from skipless.model.row_products import RowProducts, row_products
 from skipless.model.token_statistics import Tokens
 
 
@@ -86,30 +88,58 @@ class Universal(Connection):
                 "aligner 'sinkhorn' cannot be causal; give a context with is_causal=False, or "
                 "choose another aligner"
             )
+        if tokens.causal and tokens.cache is None and settings.aligner in FUSED:
+            return self._fused(stream, branch, context, tokens)
         e = branch if self.encoder is None else self.encoder(stream, branch, context, tokens)
         aligned = align(settings, tokens, stream, e)
         mixed = torch.addcmul(branch, aligned - branch, self.rho.to(branch.dtype))
         weight = settings.kappa * self.gate(stream, context)
         return torch.addcmul(stream, mixed, weight.to(branch.dtype))
 
+    def _fused(
+        self, stream: Tensor, branch: Tensor, context: ForwardContext, tokens: Tokens
+    ) -> Tensor:
+        """The same in few passes; for aligners of prefixes, without a cache."""
+        settings, encoder = self.config.universal, self.encoder
+        rows = [self.gate_rows] if encoder is None else [self.gate_rows, encoder.down]
+        of_x = row_products(stream, torch.cat(rows), spread=self.needs_spread)
+        given = Join(self.rho, settings.kappa * self._gate(of_x, context))
+        if encoder is not None:
+            of_f = row_products(branch, encoder.down)
+            x = of_x.normalised[..., -settings.rank :]
+            given.hidden, given.up = encoder.mix(x, of_f.normalised, context, tokens), encoder.up
+        return aligned_join(settings, tokens, stream, branch, of_x.size, given)
+
     def gate(self, stream: Tensor, context: ForwardContext) -> Tensor:
         """U3: g = sigmoid(w . [norm(x), h] + b), [B, T, 1] or [1]; 0.5 at the start."""
+        return self._gate(row_products(stream, self.gate_rows, spread=self.needs_spread), context)
+
+    @property
+    def needs_spread(self) -> bool:
+        """Whether the gate reads the stream's spread."""
+        return self.gate_weight is not None and not self.needs_entropy
+
+    @property
+    def gate_rows(self) -> Tensor:
+        """The gate's weights of norm(x), [1, D], or [0, D] where it is constant."""
+        if self.gate_weight is None:
+            return self.rho.new_empty(0, self.hidden_size)
+        return self.gate_weight[None, :-1]
+
+    def _gate(self, of_x: RowProducts, context: ForwardContext) -> Tensor:
         if self.gate_weight is None:
             return torch.sigmoid(self.gate_bias)
+        feature = of_x.spread
         if self.needs_entropy:
             if context.entropy is None:
                 raise UserError(
                     "gate_feature 'entropy' needs the attention's entropy in the context, which "
                     "skipless' own attention fills in; use gate_feature 'spread' elsewhere"
                 )
-            feature = context.entropy[..., None].to(stream.dtype)
-        else:
-            work = torch.promote_types(stream.dtype, torch.float32)
-            feature = stream.to(work).std(dim=-1, correction=0, keepdim=True).to(stream.dtype)
-        w = self.gate_weight.to(stream.dtype)
-        x = F.rms_norm(stream, (self.hidden_size,))
-        logit = F.linear(x, w[None, :-1]) + feature * w[-1]
-        return torch.sigmoid(logit + self.gate_bias.to(stream.dtype))
+            feature = context.entropy[..., None]
+        assert feature is not None, "it is the one or the other"
+        logit = of_x.normalised[..., :1] + feature * self.gate_weight[-1]
+        return torch.sigmoid(logit + self.gate_bias)
 
     def gains(self):
         return {"rho": self.rho.detach(), "gate_bias": self.gate_bias.detach()}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from skipless.model.context import ForwardContext
+from skipless.model.pair_attention import pair_attention, suits
 from skipless.model.token_statistics import Tokens
 
 
@@ -47,22 +48,32 @@ class RelationEncoder(nn.Module):
         self, stream: Tensor, branch: Tensor, context: ForwardContext, tokens: Tokens
     ) -> Tensor:
         """e [B, T, D] of the new tokens' stream x and branch F, each [B, T, D]."""
-        width = (self.hidden_size,)
-        x = F.linear(F.rms_norm(stream, width), self.down.to(stream.dtype))
-        f = F.linear(F.rms_norm(branch, width), self.down.to(branch.dtype))
+        x, f = (
+            F.linear(F.rms_norm(z, (self.hidden_size,)), self.down.to(z.dtype))
+            for z in (stream, branch)
+        )
+        mixed = self.mix(x, f, context, tokens)
+        return branch + F.linear(mixed, self.up.to(branch.dtype))
+
+    def mix(self, x: Tensor, f: Tensor, context: ForwardContext, tokens: Tokens) -> Tensor:
+        """h [B, T, r] of e = F + h W_up^T, from W_down norm(x) and W_down norm(F) [B, T, r]."""
         q = F.linear(f, self.query.to(f.dtype))
         pair = torch.cat((F.linear(x, self.key.to(x.dtype)), F.linear(x, self.value.to(x.dtype)),
                           F.linear(f, self.key.to(f.dtype)), F.linear(f, self.value.to(f.dtype))),
                          dim=-1)  # fmt: skip
         x_key, x_value, f_key, f_value = tokens.history("encoder", pair).chunk(4, dim=-1)
-        keys, values = torch.cat((x_key, f_key), dim=1), torch.cat((x_value, f_value), dim=1)
-        mask = self._mask(context, tokens, q.shape[1], x_key.shape[1], q.device)
-        mixed = F.scaled_dot_product_attention(
-            q[:, None], keys[:, None], values[:, None], mask
-        )[:, 0]  # fmt: skip
+        if tokens.cache is None and tokens.causal and context.visible is None and suits(q[:, None]):
+            texts = (t[:, None].contiguous() for t in (q, x_key, x_value, f_key, f_value))
+            mixed = pair_attention(*texts, scale=q.shape[-1] ** -0.5)[:, 0]
+        else:
+            keys, values = torch.cat((x_key, f_key), dim=1), torch.cat((x_value, f_value), dim=1)
+            mask = self._mask(context, tokens, q.shape[1], x_key.shape[1], q.device)
+            mixed = F.scaled_dot_product_attention(
+                q[:, None], keys[:, None], values[:, None], mask
+            )[:, 0]  # fmt: skip
         if self.training and self.dropout:
             mixed = F.dropout(mixed, self.dropout)
-        return branch + F.linear(mixed, self.up.to(branch.dtype))
+        return mixed
 
     @staticmethod
     def _mask(context, tokens: Tokens, num_new: int, total: int, device) -> Tensor | None:

@@ -71,21 +71,28 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 @torch.no_grad()
-def winsor_factors(config: UniversalConfig, tokens: Tokens, x: Tensor, name: str) -> Tensor:
+def winsor_factors(
+    config: UniversalConfig, tokens: Tokens, x: Tensor, name: str, size: Tensor | None = None
+) -> Tensor:
     """What each new token of `x` [B, T, D] is multiplied by in statistics, [B, T, 1] in [0, 1].
 
     0 where it does not count. A token is scaled down to `config.winsor` times the median root mean
     square: of the last `winsor_window` counted tokens when causal, of all when not. While fewer
     than FEW have been seen there is nothing to compare with, so that the token's own robust
     deviation (1.4826 times the median of |x| over its channels) bounds it too: a massive
-    activation sits in a few channels and leaves that one small.
+    activation sits in a few channels and leaves that one small. `size` [B, T] are the root mean
+    squares, where they are known.
     """
     work = torch.promote_types(x.dtype, torch.float32)
     new = tokens.new
     if config.winsor is None:
         return new.to(work)[..., None].expand(x.shape[0], -1, 1)
-    size = torch.linalg.vector_norm(x, dim=-1, dtype=work) * x.shape[-1] ** -0.5
-    known = tokens.history(name, size[..., None])[..., 0]
+    own: Tensor = (
+        torch.linalg.vector_norm(x, dim=-1, dtype=work) * x.shape[-1] ** -0.5
+        if size is None
+        else size
+    )
+    known = tokens.history(name, own[..., None])[..., 0]
     known = known.masked_fill(~tokens.counted, torch.nan)
     if tokens.causal:
         window = config.winsor_window
@@ -94,15 +101,15 @@ def winsor_factors(config: UniversalConfig, tokens: Tokens, x: Tensor, name: str
         typical = windows.nanmedian(dim=-1).values
         few = (~windows.isnan()).sum(-1) < FEW
         # without padding the few are at the front; a median over channels is not free
-        early = size.shape[1] if tokens.real is not None else max(FEW + 1 - tokens.past, 0)
+        early = x.shape[1] if tokens.real is not None else max(FEW + 1 - tokens.past, 0)
         if early:
-            own = 1.4826 * x[:, :early].abs().to(work).median(dim=-1).values
+            robust = 1.4826 * x[:, :early].abs().to(work).median(dim=-1).values
             start = typical[:, :early]
-            typical[:, :early] = torch.where(few[:, :early], start.minimum(own), start)
+            typical[:, :early] = torch.where(few[:, :early], start.minimum(robust), start)
     else:
         typical = known.nanmedian(dim=-1, keepdim=True).values
     limit = config.winsor * typical
-    factor = torch.where(limit > 0, limit / size.clamp(min=torch.finfo(work).tiny), 1.0)
+    factor = torch.where(limit > 0, limit / own.clamp(min=torch.finfo(work).tiny), 1.0)
     return torch.where(new, factor.clamp(max=1), 0.0)[..., None]
 
 
