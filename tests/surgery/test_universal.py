@@ -28,6 +28,7 @@ from skipless.surgery import (
     unpatch,
 )
 from skipless.surgery.causality import is_causal
+from skipless.surgery.folders import patch_folder
 
 CAUSAL = {
     "llama": {"model.layers": True}, "mistral": {"model.layers": True},
@@ -426,6 +427,46 @@ def test_saved_copied_and_pickled_models_compute_the_same(tiny, family, tmp_path
             unpatch(other)
             assert not torch.equal(tiny.logits(other, batch), expected)
         assert torch.equal(tiny.logits(model, batch), expected)
+
+
+def test_compiled_and_sharded_models_compute_the_same(tiny):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model, tokens = build(tiny, "bert", dtype=torch.float32), ids()
+    with torch.no_grad():
+        expected = model(tokens).logits
+        compiled: Any = torch.compile(copy.deepcopy(model), backend="eager")
+        assert torch.equal(compiled(tokens).logits, expected)
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs a process group of its own")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for layer in find_stacks(model)[0].layers:
+            fully_shard(layer.module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        out = model(tokens).logits
+        assert torch.equal(out, expected)
+        out.square().mean().backward()
+        for module in connections(model).values():
+            gradient: Any = module.get_parameter("encoder.key").grad
+            assert float(gradient.full_tensor().abs().sum()) > 0
+        with pytest.raises(UserError, match="FSDPBertLayer was wrapped after patch"):
+            unpatch(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_folder_is_patched_without_changing_an_output(tiny, tmp_path):
+    tiny.build("clip").save_pretrained(tmp_path / "plain")
+    done = patch_folder(str(tmp_path / "plain"), tmp_path / "patched", "universal")
+    assert done.difference == 0 and done.largest > 0 and len(done.places) == 8
+    assert {kind for _, _, kind in done.places} == {"universal"}
+    model = load(tmp_path / "patched")
+    assert done.num_parameters == sum(
+        p.numel() for m in connections(model).values() for p in m.parameters()
+    )
 
 
 def test_stands_beside_other_kinds_whatever_comes_first(tiny):
