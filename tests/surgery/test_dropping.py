@@ -119,6 +119,13 @@ def test_fold_and_stock_classes_keep_the_logits(names):
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "mixtral", "gpt2"]
 
 
+def in_two_passes(model, ids):
+    """Logits of the last tokens, the first four coming out of the cache."""
+    first = model(ids[:, :4], use_cache=True)
+    name = next(n for n in ("cache", "past_key_values") if getattr(first, n, None) is not None)
+    return model(ids[:, 4:], **{name: getattr(first, name)}).logits
+
+
 def patched(tiny, family, **settings):
     model = patch(tiny.build(family, **settings), ConnectionConfig(kind="rezero", init=0.8))
     assert all(c.config.kind == "rezero" for c in connections(model).values())
@@ -140,6 +147,8 @@ def test_a_patched_decoder_loses_single_sublayers(tiny, family, tmp_path):
     assert torch.allclose(tiny.logits(model, batch), expected, atol=1e-6)
     assert after.num_parameters < before.num_parameters
     assert 2 * after.cache_bytes == before.cache_bytes > 0
+    continued = in_two_passes(model, batch["input_ids"])
+    assert torch.allclose(continued, expected[:, 4:], atol=1e-5)
     arguments = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for more in ({}, {"num_beams": 3}):
         cached = model.generate(**batch, **arguments, **more)
