@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Switch, new_folder, option
 from skipless.cli.surgery import Model
-from skipless.cli.terminal import _aligned as aligned
-from skipless.cli.terminal import print_json
+from skipless.cli.terminal import aligned, print_json
 from skipless.errors import UserError
 
 

@@ -62,7 +62,7 @@ def probe_lines(result: dict[str, Any]) -> list[str]:
          _show(row["std"], ".4g"))
         for row in result["sites"]
     ]  # fmt: skip
-    return _aligned([head, *rows])
+    return aligned([head, *rows])
 
 
 def quantize_lines(result: dict[str, Any]) -> list[str]:
@@ -71,7 +71,7 @@ def quantize_lines(result: dict[str, Any]) -> list[str]:
         (row["scheme"], row["scope"], f"{row['loss']:.4f}", f"{row['increase']:+.4f} nats")
         for row in result["rows"]
     ]
-    lines = [f"full precision {result['full_precision']:.4f} nats", *_aligned(rows, left=2)]
+    lines = [f"full precision {result['full_precision']:.4f} nats", *aligned(rows, left=2)]
     if "sqnr" in result:
         lines += _worst(result["sqnr"])
     if "error" in result:
@@ -94,7 +94,7 @@ def _worst(sqnr: dict[str, Any]) -> list[str]:
             f"worst {what} at {sqnr['scheme']}, scope {sqnr['scope']}: signal to rounding noise in "
             f"dB, of a Gaussian at {' or '.join(map(str, bits))} bits, and what is missing to it",
         ]
-        lines += _aligned([
+        lines += aligned([
             ("site", "SQNR", "ideal", "gap"),
             *((r["site"], *(f"{r[key]:.1f}" for key in ("sqnr", "ideal", "gap")))
               for r in known[:NUM_WORST]),
@@ -110,7 +110,7 @@ def _depth(error: dict[str, Any]) -> list[str]:
         (str(r["layer"]), r["sublayer"] or "", f"{r['r']:.4f}", f"{step:+.4f}")
         for r, step in zip(rows, growth, strict=True)
     ]
-    lines = _aligned([("layer", "after", "R", "growth"), *cells], left=2)
+    lines = aligned([("layer", "after", "R", "growth"), *cells], left=2)
     if len(rows) > 1:
         lines[1 + growth.index(max(growth))] += "  <- grows most"
     title = f"error of the stream by depth at {error['scheme']}, scope {error['scope']}: R = |x_q "
@@ -125,14 +125,14 @@ def _layers(table: dict[str, Any]) -> list[str]:
         for r in rows
     ]
     title = f"increase of the loss in nats with one layer alone at {table['scheme']}, scope "
-    return ["", title + table["scope"], *_aligned([("layer", "increase", ""), *cells])]
+    return ["", title + table["scope"], *aligned([("layer", "increase", ""), *cells])]
 
 
 def _show(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def _aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Columns as wide as their widest cell, the first `left` flush left, the rest flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

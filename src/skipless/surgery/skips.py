@@ -35,7 +35,7 @@ Measure = Callable[[nn.Module], tuple[float, float, float | None]]
 
 
 def open_joins(model: nn.Module, config: ConversionConfig) -> dict[str, Connection]:
-    """Make the weight of every chosen skip a number (C7 at 1: the same logits, bit for bit).
+    """Give every chosen skip a weight that can be set: joins of kind anneal, with a = 1 at first.
 
     Returns the connections by dotted name, in the order of computation. Raises UserError as
     `patch` does: for a site that is patched already, and for whatever matches nothing.
