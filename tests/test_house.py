@@ -25,6 +25,8 @@ ORDER = [
     ("measure", "surgery"),
     ("hf", "export"),
     ("report",),
+    ("doctor",),
+    ("diagnose",),
     ("rows",),
     ("demo",),
     ("sweep", "connections"),

@@ -1,0 +1,106 @@
+"""Scalars and histograms to TensorBoard, trackio, or whatever has their methods.
+
+Neither library is needed unless it is named. Read by callbacks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from skipless.errors import UserError
+
+
+class Writer(Protocol):
+    """A place that shows numbers over steps."""
+
+    def write(
+        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Tensor]
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardWriter:
+    """A SummaryWriter: one of one's own, or event files in a folder."""
+
+    def __init__(self, to: Any) -> None:
+        self.is_ours = isinstance(to, Path)
+        if self.is_ours:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise _missing("tensorboard", error) from None
+            to = SummaryWriter(str(to))
+        self.to = to
+
+    def write(
+        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Tensor]
+    ) -> None:
+        """One step; tags as given."""
+        for name, value in scalars.items():
+            self.to.add_scalar(name, value, step)
+        for name, values in histograms.items():
+            self.to.add_histogram(name, values, step)
+
+    def close(self) -> None:
+        """Close event files that were opened here; a writer that was given stays open."""
+        if self.is_ours:
+            self.to.close()
+
+
+class LogWriter:
+    """Anything with `log(dict, step=)`: a trackio run, or the module after `trackio.init`."""
+
+    def __init__(self, to: Any, *, histogram: Any = None, finish: Any = None) -> None:
+        self.to, self.histogram, self.finish = to, histogram, finish
+
+    def write(
+        self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Tensor]
+    ) -> None:
+        """One step; histograms as trackio's own where that is installed, else left out."""
+        values: dict[str, Any] = dict(scalars)
+        if self.histogram is not None:
+            values |= {n: self.histogram(v.tolist()) for n, v in histograms.items()}
+        self.to.log(values, step=step)
+
+    def close(self) -> None:
+        """Finish a run that was started here."""
+        if self.finish is not None:
+            self.finish()
+
+
+def open_writers(wanted: Sequence[Any], out: Path) -> list[Writer]:
+    """Writers of "tensorboard" (event files under out/tensorboard), "trackio" (project skipless),
+    or objects with `add_scalar` or `log`. Raises UserError for anything else."""
+    return [_open(one, out) for one in ([wanted] if isinstance(wanted, str) else wanted)]
+
+
+def _open(one: Any, out: Path) -> Writer:
+    if one == "tensorboard":
+        return TensorBoardWriter(out / "tensorboard")
+    if one == "trackio":
+        try:
+            import trackio
+        except ImportError as error:
+            raise _missing("trackio", error) from None
+        trackio.init(project="skipless", name=out.name, resume="allow")
+        return LogWriter(trackio, histogram=trackio.Histogram, finish=trackio.finish)
+    if callable(getattr(one, "add_scalar", None)):
+        return TensorBoardWriter(one)
+    if callable(getattr(one, "log", None)):
+        return LogWriter(one, histogram=getattr(one, "Histogram", None))
+    raise UserError(
+        f"{one!r} is no writer; give 'tensorboard', 'trackio', a SummaryWriter or an object with "
+        "log(dict, step=)"
+    )
+
+
+def _missing(package: str, error: ImportError) -> UserError:
+    return UserError(
+        f"the writer {package!r} is not installed ({error}); run `pip install 'skipless[track]'` "
+        "or leave it out"
+    )
