@@ -2,11 +2,11 @@
 
 Numbered steps, for one batch x of shape [..., D] (last dimension = channels, the rest = tokens):
 1. Tokens that are padding, or hold a NaN or an infinity, are left out; the latter are counted.
-2. Per channel: mean and the sums of the 2nd, 3rd and 4th powers of the centred values.
+2. Per channel: mean and the sums of the 2nd, 3rd and 4th powers of the centred values. One pass
+   takes powers about 0 and moves them to the mean; where that loses digits, a second one does not.
 3. Per token: the excess kurtosis over its channels, kept as a sum and a count.
 4. Batches, processes and layers are merged with the pairwise formulas of Pebay (2008, SAND2008-
-   6212, eq. 2.1); pooled moments come from the channels' with the same formulas. Raw power sums
-   would lose everything at a mean of 1e4; these do not.
+   6212, eq. 2.1); pooled moments come from the channels' with the same formulas.
 
 Arithmetic: everything is float64, whatever the input's type. Measured on a CPU this costs 3 ns an
 element, a few percent of a forward pass, so a faster and less exact path is not worth having. The
@@ -19,7 +19,8 @@ statistics.py and geometry.py.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,13 @@ from torch import Tensor
 from skipless.errors import UserError
 
 F64 = torch.float64
+Visit = Callable[[Tensor, int], None]
+"""(some rows, number of the first of them) -> None."""
 _CHUNK = 1 << 16
 """Elements a chunk on a CPU: half a MiB in float64 stays in the cache (256 to 512 rows of 128
 channels measured fastest)."""
+_FAR = 10.0
+"""|mean| over standard deviation up to which power sums about 0 keep twelve digits."""
 _CONSTANT = 32 * torch.finfo(F64).eps
 """Values whose standard deviation is below this times |mean| count as constant: what is left is
 the rounding of the mean."""
@@ -180,6 +185,31 @@ class Moments:
         return moments
 
 
+class RowSums(NamedTuple):
+    """What one pass over rows [tokens, D] gives; float64."""
+
+    mean: Tensor
+    """[D], as are the three sums of centred powers 2, 3, 4."""
+    sums: tuple[Tensor, Tensor, Tensor]
+    token_kurtosis: Tensor
+    """Excess kurtosis of each token over its channels [tokens]; NaN where constant."""
+    energy: Tensor
+    """Sum of squares of each token [tokens]."""
+    max_abs: Tensor
+    """Of all values, a scalar."""
+
+    def moments(self) -> Moments:
+        """The same as an accumulator."""
+        known = ~self.token_kurtosis.isnan()
+        total = torch.where(known, self.token_kurtosis, 0.0).sum()
+        numbers = torch.stack([total, known.sum().to(F64), self.max_abs]).tolist()
+        moments = Moments()
+        moments.count, moments.mean, moments.sums = len(self.energy), self.mean, self.sums
+        moments.token_kurtosis_sum, moments.max_abs = numbers[0], numbers[2]
+        moments.token_count = int(numbers[1])
+        return moments
+
+
 def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     """Moments of one batch [..., D]; `mask` [...] is True at tokens to keep.
 
@@ -189,21 +219,17 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     moments = Moments()
     if rows.numel() == 0:
         return moments
-    mean, sums, token_sum, token_count, max_abs = _sums(rows)
+    found = row_sums(rows)
     # Any NaN or infinity makes a fourth power sum NaN or infinite (float64 holds the fourth power
     # of every finite float32), so that the usual case pays one small check.
-    if not torch.isfinite(sums[2]).all():
+    if not torch.isfinite(found.sums[2]).all():
         broken = ~torch.isfinite(rows)
         moments.nonfinite = int(broken.sum())
         rows = rows[~broken.any(dim=1)]
         if rows.shape[0] == 0:
             return moments
-        mean, sums, token_sum, token_count, max_abs = _sums(rows)
-    moments.count, moments.mean, moments.sums = rows.shape[0], mean, sums
-    numbers = torch.stack([token_sum, token_count, max_abs]).tolist()
-    moments.token_kurtosis_sum, moments.max_abs = numbers[0], numbers[2]
-    moments.token_count = int(numbers[1])
-    return moments
+        found = row_sums(rows)
+    return moments.merge(found.moments())
 
 
 def check_tensor(x: Any) -> None:
@@ -238,35 +264,65 @@ def chunks(rows: Tensor) -> tuple[Tensor, ...]:
     return rows.split(max(1, size // max(1, rows.shape[1])))
 
 
-def _sums(rows: Tensor):
-    """Mean [D], centred power sums 3 x [D], per-token kurtosis sum and count, max |x|: float64."""
+def row_sums(rows: Tensor, visit: Visit | None = None) -> RowSums:
+    """Sums of rows [tokens, D] in one pass over memory; `visit` sees every chunk meanwhile.
+
+    Power sums are taken about 0 and moved to the mean, which loses (mean / sd)^4 eps: channels and
+    tokens whose mean is more than `_FAR` deviations from 0 are computed again, about their mean.
+    """
     n, width = rows.shape
-    mean = torch.zeros(width, dtype=F64, device=rows.device)
-    for part in chunks(rows):
-        mean += part.to(F64).sum(0)
-    mean /= n
-    m2, m3, m4 = (torch.zeros_like(mean) for _ in range(3))
-    token_sum, token_count = mean.new_zeros(()), mean.new_zeros(())
+    channels = torch.zeros(4, width, dtype=F64, device=rows.device)
+    tokens = torch.empty(4, n, dtype=F64, device=rows.device)
+    along = torch.ones(width, dtype=F64, device=rows.device)
     low, high = torch.aminmax(rows)
-    max_abs = torch.maximum(high, -low).to(F64)
-    for part in chunks(rows):
-        x = part.to(F64)
-        row_mean = x.mean(1, keepdim=True)
-        power = (x - row_mean).square_()
-        r2 = power.mean(1)
-        excess = _excess(r2, power.square_().mean(1), row_mean.squeeze(1))
-        known = ~excess.isnan()
-        token_sum += torch.where(known, excess, 0.0).sum()
-        token_count += known.sum()
-        if x.data_ptr() == part.data_ptr():  # float64 input: `to` copied nothing
-            x = x - mean
-        else:
-            x -= mean
-        power = x * x
-        m2 += power.sum(0)
-        m3 += x.mul_(power).sum(0)
-        m4 += power.square_().sum(0)
-    return mean, (m2, m3, m4), token_sum, token_count, max_abs
+    parts = chunks(rows)
+    longest = len(parts[0])
+    powers = torch.empty(4, longest, width, dtype=F64, device=rows.device)
+    across = torch.ones(4, 1, longest, dtype=F64, device=rows.device)
+    start = 0
+    for part in parts:
+        end = start + len(part)
+        p = powers[:, : len(part)]
+        p[0].copy_(part)
+        torch.mul(p[0], p[0], out=p[1])
+        torch.mul(p[1], p[0], out=p[2])
+        torch.mul(p[1], p[1], out=p[3])
+        channels += torch.bmm(across[:, :, : len(part)], p).squeeze(1)
+        tokens[:, start:end] = p @ along
+        if visit is not None:
+            visit(part, start)
+        start = end
+    mean, m2, m3, m4, far = _central(channels, n)
+    if bool(far.any()):
+        _again(rows[:, far], 0, (mean, m2, m3, m4), far)
+    energy = tokens[1].clone()
+    row_mean, r2, r3, r4, far = _central(tokens, width)
+    if bool(far.any()):
+        _again(rows[far], 1, (row_mean, r2, r3, r4), far)
+    excess = _excess(r2 / width, r4 / width, row_mean)
+    return RowSums(mean, (m2, m3, m4), excess, energy, torch.maximum(high, -low).to(F64))
+
+
+def _central(raw: Tensor, n: int) -> tuple[Tensor, ...]:
+    """Power sums about 0 [4, *] as mean and centred sums, and where that lost digits [*]."""
+    s1, s2, s3, s4 = raw
+    mean = s1 / n
+    square = mean * mean
+    m2 = s2 - n * square
+    m3 = s3 - 3 * mean * s2 + 2 * n * mean * square
+    m4 = s4 - 4 * mean * s3 + 6 * square * s2 - 3 * n * square * square
+    return mean, m2, m3, m4, (s2 != 0) & ~(m2 * _FAR**2 > n * square) & m2.isfinite()
+
+
+def _again(rows: Tensor, over: int, sums: tuple[Tensor, ...], place: Tensor) -> None:
+    """Set the centred sums at `place` from these rows, two passes about the mean."""
+    x = rows.to(F64)
+    mean = x.mean(over, keepdim=True)
+    x = x - mean
+    power = x * x
+    found = mean.squeeze(over), power.sum(over), (x * power).sum(over), power.square().sum(over)
+    for total, value in zip(sums, found, strict=True):
+        total[place] = value
 
 
 def _excess(second: Tensor, fourth: Tensor, mean: Tensor) -> Tensor:

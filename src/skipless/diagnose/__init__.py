@@ -1,0 +1,22 @@
+"""Diagnose a model: which layer breaks when quantised, which channel, which token, what would help.
+
+    diagnose(model, batches, schemes=["W8A8"]) -> Diagnosis      any nn.Module
+
+collect.py      one pass: S1-S3 of every site, extreme and sampled tokens
+anatomy.py      outlier channels and outlier tokens of one tensor
+remedies.py     what clipping, token scales, rotation, smoothing, columns would give, in dB
+rotation.py     Hadamard matrices of any width
+weights.py      the same questions of weight matrices
+damage.py       loss, or distance of outputs where there is no loss
+sensitivity.py  one layer at a time; prediction; milder schemes
+parts.py        finished parts on disk
+running.py      the order of all that: start here
+result.py       Diagnosis: tables, ten lines
+plots.py, page.py, writing.py    figures, one HTML page, all files
+loading.py      a run directory, a folder, a name: model and batches for the command line
+"""
+
+from skipless.diagnose.result import Diagnosis
+from skipless.diagnose.running import diagnose
+
+__all__ = ["Diagnosis", "diagnose"]

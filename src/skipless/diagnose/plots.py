@@ -1,0 +1,202 @@
+"""The figures of a diagnosis, on the canvas of the report. Tags S1, S3, S9-S11. Read by writing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+from skipless.diagnose.result import Diagnosis
+from skipless.report.canvas import Pen, log_scale, log_scale_if_wide, render, signed_log_scale
+from skipless.report.load import RESIDUAL, RESIDUAL_FREE
+from skipless.report.plots import Figure
+from skipless.report.tables import Comparison, Row
+
+KINDS = {
+    "stream": "stream",
+    "sublayer_output": "output of a sublayer",
+    "norm_output": "output of a norm",
+    "linear_input": "input of a linear layer",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line as the canvas wants it: a label, a family of colours, a stroke by name."""
+
+    label: str
+    family: str
+    optimizer: str
+
+
+SERIES = (
+    Series("stream", RESIDUAL, "KL-Shampoo"),
+    Series("output of a sublayer", RESIDUAL, "Muon"),
+    Series("output of a norm", RESIDUAL_FREE, "KL-Shampoo"),
+    Series("input of a linear layer", RESIDUAL_FREE, "Muon"),
+    Series("measured", RESIDUAL_FREE, "KL-Shampoo"),
+    Series("first token", "mixed", "AdamW"),
+    Series("attention entropy", "mixed", "KL-Shampoo"),
+)
+
+
+def series() -> Comparison:
+    """All lines of the figures; the canvas reads label, family and stroke of each."""
+    return Comparison(rows=cast("tuple[Row, ...]", SERIES), pairs=(), caveats=())
+
+
+def draw(result: Diagnosis) -> tuple[list[Figure], list[str]]:
+    """(figures, titles of those that have no numbers)."""
+    scheme = result.schemes[0]
+    unit = result.damage["unit"] if result.damage else ""
+    wanted: list[tuple[str, str, str, Callable[[Pen, Any], None], int]] = [
+        (
+            "rounding",
+            f"What rounding to {scheme} leaves, by depth",
+            "The lowest ratio of each kind of tensor in a layer. Left, every token counts alike; "
+            "right, all values pooled: where the two differ, a few huge tokens hide what happens "
+            "to the others. Dotted: a tensor of Gaussian values.",
+            lambda pen, axes: _rounding(pen, axes, result, scheme),
+            2,
+        ),
+        (
+            "tails",
+            "How heavy the tails are, by depth",
+            "The largest of each kind in a layer: excess kurtosis over all tokens and channels "
+            "(0: Gaussian), and the largest value over the standard deviation.",
+            lambda pen, axes: _tails(pen, axes, result),
+            2,
+        ),
+        (
+            "layers",
+            f"What each layer costs at {scheme}",
+            "Left: one layer quantised alone. Right: the relative error R of the stream with all "
+            "layers quantised; it includes what the layers before have done.",
+            lambda pen, axes: _layers(pen, axes, result, scheme, unit),
+            2,
+        ),
+        (
+            "prediction",
+            f"Predicted from the sites against measured, by layer, at {scheme}",
+            "A point a layer. Predicted: the sum, over the tensors that are rounded there, of "
+            "noise over energy with every token counting alike.",
+            lambda pen, axes: _prediction(pen, axes, result, scheme, unit),
+            1,
+        ),
+        (
+            "attention",
+            "Attention, by depth",
+            "Mean over heads and rows of the first sequences.",
+            lambda pen, axes: _attention(pen, axes, result),
+            2,
+        ),
+    ]
+    found, without = [], []
+    for name, title, caption, on, panels in wanted:
+        both = render(series(), on, panels, name=f"diagnosis-{name}", title=title)
+        if both is None:
+            without.append(title)
+        else:
+            found.append(Figure(name=name, title=title, caption=caption, svg=both[0], png=both[1]))
+    return found, without
+
+
+def _line(pen: Pen, axes: Any, label: str, points: dict[float, float]) -> None:
+    known = {x: y for x, y in sorted(points.items()) if y is not None and math.isfinite(y)}
+    row = next(row for row in pen.comparison.rows if row.label == label)
+    if known:
+        pen.line(axes, row, list(known), list(known.values()))
+
+
+def _by_layer(
+    result: Diagnosis, kind: str, of: Callable[[dict[str, Any]], float | None], choose: Callable
+) -> dict[float, float]:
+    """{layer: the chosen of the kind's values there}; what belongs to no layer is left out."""
+    found: dict[float, list[float]] = {}
+    for row in result.sites:
+        value = of(row)
+        if row["kind"] == kind and row["layer"] is not None and value is not None:
+            found.setdefault(row["layer"], []).append(value)
+    return {layer: choose(values) for layer, values in found.items()}
+
+
+def _rounding(pen: Pen, axes: Any, result: Diagnosis, scheme: str) -> None:
+    ideals = [row["ideal"][scheme] for row in result.sites if scheme in row["ideal"]]
+    for panel, key, title in (
+        (axes[0], "token_sqnr", "every token alike"), (axes[1], "sqnr", "all values pooled (S3)"),
+    ):  # fmt: skip
+        for kind, label in KINDS.items():
+            _line(pen, panel, label, _by_layer(
+                result, kind, lambda row, key=key: row[key].get(scheme), min
+            ))  # fmt: skip
+        if ideals and panel in pen.panels:
+            pen.yardstick(panel, ideals[0], "a Gaussian tensor, best clip")
+        panel.set(title=title, xlabel="layer", ylabel="signal to rounding noise (dB)")
+
+
+def _tails(pen: Pen, axes: Any, result: Diagnosis) -> None:
+    left, right = axes
+    for kind, label in KINDS.items():
+        _line(pen, left, label, _by_layer(result, kind, lambda row: row["kurtosis"], max))
+        _line(pen, right, label, _by_layer(result, kind, lambda row: row["max_over_std"], max))
+    left.set(title="kurtosis", xlabel="layer", ylabel="excess kurtosis (no unit)")
+    right.set(title="largest value", xlabel="layer", ylabel="max |x| (standard deviations)")
+    if left in pen.panels:
+        signed_log_scale(left, linear=1.0)
+    if right in pen.panels:
+        log_scale_if_wide(right)
+
+
+def _layers(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> None:
+    left, right = axes
+    rows = [row for row in result.layers if row["scheme"] == scheme]
+    _line(pen, left, "measured", {row["layer"]: row["increase"] for row in rows})
+    left.set(title="one layer alone", xlabel="layer", ylabel=_axis(unit))
+    points = {float(place): row["r"] for place, row in enumerate(result.depth)}
+    _line(pen, right, "stream", points)
+    right.set(title="all layers: error of the stream", xlabel="place in order of computation",
+              ylabel="R = |x_q - x| / |x|")  # fmt: skip
+    if right in pen.panels:
+        right.set_ylim(bottom=0)
+
+
+def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> None:
+    (panel,) = axes
+    rows = [r for r in result.layers if r["scheme"] == scheme and r["predicted"] is not None]
+    if not rows:
+        return
+    row = next(row for row in pen.comparison.rows if row.label == "measured")
+    look = pen.looks[row.label]
+    pen.drawn[row.label] = look
+    pen.panels.add(panel)
+    xs, ys = [r["predicted"] for r in rows], [r["increase"] for r in rows]
+    panel.plot(xs, ys, color=pen.color(look), linestyle="none", marker="o", markersize=5)
+    for r in rows:
+        panel.annotate(
+            str(r["layer"]), (r["predicted"], r["increase"]), textcoords="offset points",
+            xytext=(5, 3), fontsize=7.5, color=pen.colours["--quiet"],
+        )  # fmt: skip
+    correlation = (result.damage or {}).get("correlation", {}).get(scheme)
+    title = "" if correlation is None else f"rank correlation {correlation:.2f}"
+    panel.set(title=title, xlabel="predicted (noise over energy, summed)", ylabel=_axis(unit))
+    if min(xs) > 0 and max(xs) > 20 * min(xs):
+        panel.set_xscale("log")
+    if min(ys) > 0 and max(ys) > 20 * min(ys):
+        log_scale(panel)
+
+
+def _attention(pen: Pen, axes: Any, result: Diagnosis) -> None:
+    left, right = axes
+    rows = [r for r in result.attention if r["layer"] is not None and r.get("count")]
+    _line(pen, left, "first token", {r["layer"]: r["first_token_mass"] for r in rows})
+    _line(pen, right, "attention entropy", {r["layer"]: r["entropy"] for r in rows})
+    left.set(title="mass on the first token", xlabel="layer", ylabel="share of attention")
+    right.set(title="entropy", xlabel="layer", ylabel="entropy (nats)")
+    for panel in axes:
+        if panel in pen.panels:
+            panel.set_ylim(bottom=0)
+
+
+def _axis(unit: str) -> str:
+    return "loss increase (nats a token)" if unit.startswith("nats") else unit

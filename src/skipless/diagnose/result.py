@@ -1,0 +1,230 @@
+"""`Diagnosis`: all numbers of a diagnosis, and the ten lines that say what matters, worst first.
+
+Read by `writing.py`, the page and the command line. Numbers only, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ROUNDED = {
+    "linear": ("linear_input",),
+    "block": ("linear_input", "sublayer_output", "stream"),
+    "all": ("linear_input", "sublayer_output", "stream"),
+}
+NUM_LINES = 10
+NUM_TENSORS = 5
+REMEDIES = {
+    "clip:gauss": "a clip for a Gaussian (-clip:gauss)",
+    "clip:mse": "a clip at the least squared error (-clip:mse)",
+    "token": "one scale a token (-a:token)",
+    "columns": "1 % of the channels in full precision",
+    "smoothing": "smoothing into the weights",
+    "rotation": "a Hadamard rotation",
+    "rotation, token": "a Hadamard rotation and one scale a token",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What `diagnose` found; lists hold one dict a row, None where a number does not exist."""
+
+    model: str
+    about: str
+    """What was read: text and number of tokens in words."""
+    schemes: list[str]
+    scope: str | None
+    """Of layers, depth and alternatives; None where the model cannot be quantised."""
+    num_tokens: int
+    num_batches: int
+    target_db: float
+    sites: list[dict[str, Any]]
+    """In order of computation. site, kind, layer, sublayer; tensor: the first site that saw the
+    same one; `Moments.summary`; anatomy (anatomy.py); by scheme sqnr, token_sqnr, ideal, gap (of
+    token_sqnr), remedies, remedy (remedies.py)."""
+    weights: list[dict[str, Any]]
+    attention: list[dict[str, Any]]
+    joins: list[dict[str, Any]]
+    layers: list[dict[str, Any]]
+    """scheme, layer, increase, standard_error, predicted."""
+    depth: list[dict[str, Any]]
+    """R_l at the first scheme (S9): site, layer, sublayer, r."""
+    alternatives: list[dict[str, Any]]
+    damage: dict[str, Any] | None
+    """kind, unit, baseline of the layers' increases; Spearman's correlation by scheme."""
+    missing: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as a plain dict."""
+        return dataclasses.asdict(self)
+
+    def worst_tensors(self, scheme: str | None = None) -> list[dict[str, Any]]:
+        """Tensors that the scheme rounds, each once, the lowest token_sqnr first."""
+        scheme = scheme or self.schemes[0]
+        kinds = ROUNDED[self.scope or "linear"]
+        seen, found = set(), []
+        for row in self.sites:
+            known = row["token_sqnr"].get(scheme) is not None
+            if known and row["kind"] in kinds and row["tensor"] not in seen:
+                seen.add(row["tensor"])
+                found.append(row)
+        return sorted(found, key=lambda row: row["token_sqnr"][scheme])
+
+    def recommended(self) -> dict[str, Any] | None:
+        """The alternative to paste: the first that leaves a tenth of the damage, else the best.
+
+        The scheme as asked when its damage is within two standard errors of none; None when
+        nothing was measured.
+        """
+        if not self.alternatives:
+            return None
+        asked = self.alternatives[0]
+        if asked["increase"] <= 2 * (asked["standard_error"] or 0.0):
+            return asked
+        enough = [r for r in self.alternatives[1:] if r["increase"] <= 0.1 * asked["increase"]]
+        return enough[0] if enough else min(self.alternatives, key=lambda row: row["increase"])
+
+    def lines(self) -> list[str]:
+        """At most ten lines, worst first."""
+        scheme = self.schemes[0]
+        lines = [self._tensor_line(group, scheme) for group in self._groups(scheme)[:NUM_TENSORS]]
+        lines += self._layer_lines(scheme) + self._depth_line() + self._weight_line(scheme)
+        lines += self._attention_line() + self._advice_line()
+        return [line for line in lines if line][:NUM_LINES]
+
+    def _groups(self, scheme: str) -> list[list[dict[str, Any]]]:
+        """Tensors of the same place in different layers together, the worst group first."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in self.worst_tensors(scheme):
+            groups.setdefault(re.sub(r"\d+", "*", row["site"]), []).append(row)
+        return list(groups.values())
+
+    def _tensor_line(self, group: list[dict[str, Any]], scheme: str) -> str:
+        row = group[0]
+        near = [r for r in group if r["token_sqnr"][scheme] <= row["token_sqnr"][scheme] + 6]
+        layers = sorted({r["layer"] for r in near if r["layer"] is not None})
+        where = f" (also layers {_ranges(layers)})" if len(layers) > 1 else ""
+        text = (
+            f"{row['site']}{where}: {row['token_sqnr'][scheme]:.1f} dB at {scheme}, a Gaussian "
+            f"{row['ideal'][scheme]:.1f}; {describe_outliers(row)}"
+        )
+        remedy = row["remedy"].get(scheme)
+        if remedy is None:
+            return text + "; nothing tried gives 3 dB"
+        key = remedy["judged_by"]
+        of = "of the outputs" if key == "output_sqnr" else "here"
+        return (
+            f"{text}; {REMEDIES[remedy['remedy']]} would give {remedy[key]:.1f} dB {of}, "
+            f"{remedy['gain']:+.1f}"
+        )
+
+    def _layer_lines(self, scheme: str) -> list[str]:
+        rows = [row for row in self.layers if row["scheme"] == scheme]
+        if not rows or self.damage is None:
+            return []
+        worst = sorted(rows, key=lambda row: -row["increase"])[:3]
+        listed = ", ".join(f"{row['layer']} ({row['increase']:+.4f})" for row in worst)
+        correlation = self.damage["correlation"].get(scheme)
+        agree = (
+            "too few layers for a rank correlation with the prediction" if correlation is None
+            else f"rank correlation with the prediction {correlation:.2f}"
+        )  # fmt: skip
+        return [
+            f"layers alone at {scheme}: {listed} cost most, in {self.damage['unit']}; {agree}"
+        ]  # fmt: skip
+
+    def _depth_line(self) -> list[str]:
+        if not self.depth:
+            return []
+        r = [row["r"] for row in self.depth]
+        steps = [b - a for a, b in zip([0.0, *r], r, strict=False)]
+        at = self.depth[steps.index(max(steps))]
+        return [
+            f"error of the stream at {self.schemes[0]}: R = {r[-1]:.3f} after the last block; it "
+            f"grows most at {at['site']} ({max(steps):+.3f})"
+        ]
+
+    def _weight_line(self, scheme: str) -> list[str]:
+        rows = [row for row in self.weights if row["sqnr"].get(scheme) is not None]
+        if not rows:
+            return []
+        row = min(rows, key=lambda row: row["sqnr"][scheme])
+        finer = {k: v for k, v in row["remedies"][scheme].items() if v is not None}
+        best = max(finer, key=finer.__getitem__) if finer else None
+        more = "" if best is None else f"; {best} would give {finer[best]:.1f} dB"
+        return [
+            f"worst weight {row['site']}: {row['sqnr'][scheme]:.1f} dB at {scheme}, a Gaussian "
+            f"{row['ideal'][scheme]:.1f}{more}"
+        ]
+
+    def _attention_line(self) -> list[str]:
+        rows = [r for r in self.attention if r.get("first_token_mass") is not None]
+        if not rows:
+            return []
+        row = max(rows, key=lambda r: r["first_token_mass"])
+        return [
+            f"attention: {row['first_token_mass']:.0%} on the first token in {row['module']}, "
+            f"{sum(r['first_token_mass'] for r in rows) / len(rows):.0%} on average; "
+            f"{max(r['saturated'] for r in rows):.0%} of rows saturated at most"
+        ]
+
+    def _advice_line(self) -> list[str]:
+        row = self.recommended()
+        if row is None:
+            return []
+        asked = self.alternatives[0]
+        start = (
+            f"whole model at {asked['scheme']}, scope {asked['scope']}: {asked['increase']:+.4f}"
+        )
+        if row is asked:
+            error = asked["standard_error"]
+            why = (
+                "nothing tried is better"
+                if error is None or asked["increase"] > 2 * error
+                else (f"within two standard errors ({error:.4f} each) of no damage")
+            )
+            return [f"{start}, {why}: {row['code']}"]
+        return [f"{start}; {row['what']}: {row['increase']:+.4f}: {row['code']}"]
+
+
+def describe_outliers(row: dict[str, Any]) -> str:
+    """Outlier tokens and channels of a site in words."""
+    found = row["anatomy"]
+    parts = []
+    if found.get("num_tokens"):
+        token = found["tokens"][0]
+        text = "" if token["text"] is None else f" {token['text']!r}"
+        place = "" if token["position"] is None else f" at position {token['position']}"
+        more = "at least " if found["all_extreme"] else ""
+        number = found["num_tokens"]
+        parts.append(
+            f"{more}{number} outlier token{'s' * (number > 1)} ({found['energy_tokens']:.1%} of "
+            f"the energy), {token['value']:,.4g} in channel {token['channel']} of{text}{place}"
+        )
+    if found.get("num_channels"):
+        listed = ", ".join(str(c["channel"]) for c in found["channels"][:4])
+        number = found["num_channels"]
+        parts.append(
+            f"{number} outlier channel{'s' * (number > 1)} ({found['energy_channels']:.1%} of the "
+            f"energy): {listed}{', ...' if number > 4 else ''}"
+        )
+    return "; ".join(parts) or f"no outliers, excess kurtosis {_short(row['kurtosis'])}"
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.2f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """1, 2, 3, 7 as "1-3, 7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -1,0 +1,182 @@
+"""Which layer breaks the model: measured one layer at a time, and as the sites predict it (S3, S9).
+
+The prediction for a layer is the sum, over the tensors and weights that the scheme rounds there, of
+noise over energy, every token counting alike. It knows nothing of what the rest of the model does
+with the noise, so the two are compared by Spearman's rank correlation. Layers of the same number in
+several stacks (encoder and decoder) are taken together. Read by `skipless.diagnose.running`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from skipless.diagnose.damage import Damage
+from skipless.errors import UserError
+from skipless.quant import Scheme, quantized
+from skipless.quant.targets import find_targets
+
+VARIANTS = {
+    "activations by token": {"activation_granularity": "token"},
+    "weights by channel": {"weight_granularity": "channel"},
+    "weights by channel, activations by token": {
+        "weight_granularity": "channel", "activation_granularity": "token",
+    },
+    "clipped at the least squared error": {"clip": "mse"},
+}  # fmt: skip
+ENOUGH = 0.1
+"""Leaving out layers stops where this share of the whole model's damage is left."""
+
+
+def layer_sensitivity(
+    damage: Damage,
+    scheme: Scheme,
+    scope: str,
+    options: dict[str, Any],
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+    known: Sequence[dict[str, Any]] = (),
+) -> list[dict[str, Any]]:
+    """A row a layer: layer, increase, standard_error. `known` rows are not measured again.
+
+    Raises UserError for a model without numbered layers.
+    """
+    weights, _ = find_targets(damage.model, scheme, scope)
+    layers = sorted({t.layer for t in weights if t.layer is not None})
+    if not layers:
+        raise UserError(f"{type(damage.model).__name__} has no numbered layers to take one by one")
+    done = {row["layer"]: row for row in known}
+    rows = []
+    for layer in layers:
+        row = done.get(layer)
+        if row is None:
+            with quantized(damage.model, scheme, scope, layers=[layer], **options):
+                increase, error = damage.increase()
+            row = {"layer": layer, "increase": increase, "standard_error": error}
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return rows
+
+
+def predict(
+    model: nn.Module,
+    scheme: Scheme,
+    scope: str,
+    sites: Sequence[dict[str, Any]],
+    weights: Sequence[dict[str, Any]],
+) -> dict[int, float]:
+    """{layer: sum of noise over energy} of what `scheme` rounds, from the rows of the report."""
+    targets = find_targets(model, scheme, scope)
+    noise = {row["site"]: row["token_sqnr"].get(str(scheme)) for row in sites}
+    first = {row["site"]: row["tensor"] for row in sites}
+    of_weight = {row["site"]: row["sqnr"].get(str(scheme)) for row in weights}
+    found: dict[int, float] = {}
+    seen: set[tuple[int, str]] = set()
+    for target in targets[1]:
+        name, layer = target.site.name, target.site.layer
+        if layer is None or (layer, first.get(name, name)) in seen:
+            continue
+        seen.add((layer, first.get(name, name)))
+        found[layer] = found.get(layer, 0.0) + _ratio(noise.get(name))
+    for weight in targets[0]:
+        if weight.layer is not None:
+            name = weight.name.removesuffix(".weight")
+            found[weight.layer] = found.get(weight.layer, 0.0) + _ratio(of_weight.get(name))
+    return found
+
+
+def _ratio(decibels: float | None) -> float:
+    return 0.0 if decibels is None or math.isnan(decibels) else 10 ** (-decibels / 10)
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
+    """Spearman's rank correlation, ties at their mean rank; None for fewer than three pairs or
+    where one side is constant."""
+    if len(a) != len(b):
+        raise UserError(f"ranks of {len(a)} and {len(b)} values cannot be compared")
+    if len(a) < 3:
+        return None
+    x, y = _ranks(a), _ranks(b)
+    centre = (len(a) - 1) / 2
+    x, y = [v - centre for v in x], [v - centre for v in y]
+    size = math.sqrt(sum(v * v for v in x) * sum(v * v for v in y))
+    return sum(p * q for p, q in zip(x, y, strict=True)) / size if size else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks, start = [0.0] * len(values), 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for place in order[start : end + 1]:
+            ranks[place] = (start + end) / 2
+        start = end + 1
+    return ranks
+
+
+def alternatives(
+    damage: Damage,
+    scheme: Scheme,
+    scope: str,
+    options: dict[str, Any],
+    layers: Sequence[dict[str, Any]],
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """The whole model at `scheme`, at its milder forms, and without its worst layers, measured.
+
+    Rows: what, scheme, scope, layers (None: all), increase, standard_error, code (what to paste).
+    """
+    forms: list[tuple[str, Scheme, str, list[int] | None]] = [("as asked", scheme, scope, None)]
+    for what, changes in VARIANTS.items():
+        try:
+            other = replace(scheme, **changes)
+        except UserError:  # an option that this scheme excludes
+            continue
+        if other != scheme:
+            forms.append((what, other, scope, None))
+    if scope != "linear":
+        forms.append(("inputs of linear layers only", scheme, "linear", None))
+    rows = []
+    for what, other, where, chosen in forms:
+        say(f"whole model at {other}, scope {where}")
+        try:
+            rows.append(_whole(damage, what, other, where, chosen, options))
+        except UserError as error:
+            say(f"{other} left out: {error}")
+    asked = rows[0]["increase"] if rows else 0.0
+    order = [row["layer"] for row in sorted(layers, key=lambda r: -r["increase"])]
+    number = 1
+    while 2 * number <= len(order) and asked > 0:
+        rest = sorted(order[number:])
+        say(f"without the {number} worst layers")
+        worst = ", ".join(map(str, sorted(order[:number])))
+        what = f"layer{'s' * (number > 1)} {worst} in full precision"
+        rows.append(_whole(damage, what, scheme, scope, rest, options))
+        if rows[-1]["increase"] <= ENOUGH * asked:
+            break
+        number *= 2
+    return rows
+
+
+def _whole(
+    damage: Damage,
+    what: str,
+    scheme: Scheme,
+    scope: str,
+    layers: list[int] | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    with quantized(damage.model, scheme, scope, layers=layers, **options):
+        increase, error = damage.increase()
+    part = "" if layers is None else f", layers={layers}"
+    code = f'quantize(model, "{scheme}", scope="{scope}"{part})'
+    return {
+        "what": what, "scheme": str(scheme), "scope": scope, "layers": layers,
+        "increase": increase, "standard_error": error, "code": code,
+    }  # fmt: skip

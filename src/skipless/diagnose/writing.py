@@ -1,0 +1,89 @@
+"""The files of a report, each written under a temporary name and renamed.
+
+    diagnosis.json    every number, written last: a folder that has it is finished
+    sites.csv         a line a site; layers.csv, weights.csv, alternatives.csv alike
+    NAME.png          the figures
+    index.html        one page that needs no other file
+
+Read by `skipless.diagnose.running`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from skipless.diagnose.page import page
+from skipless.diagnose.parts import RESULT
+from skipless.diagnose.plots import draw
+from skipless.diagnose.result import Diagnosis
+from skipless.rundir import to_strict_json, write_atomic
+
+PAGE = "index.html"
+
+
+def write(result: Diagnosis, out: Path) -> Path:
+    """Write all files into the folder `out`; returns the page's path."""
+    figures, without = draw(result)
+    for figure in figures:
+        write_atomic(out / f"{figure.name}.png", figure.png)
+    for name, rows in tables(result).items():
+        if rows:
+            write_atomic(out / f"{name}.csv", csv_text(rows))
+    path = write_atomic(out / PAGE, page(result, figures, without))
+    write_atomic(out / RESULT, to_strict_json(result.to_dict(), indent=1) + "\n")
+    return path
+
+
+def tables(result: Diagnosis) -> dict[str, list[dict[str, Any]]]:
+    """The flat tables: numbers by scheme get a column a scheme, lists and nested parts are cut to
+    what fits a cell."""
+    return {
+        "sites": [_site(row) for row in result.sites],
+        "weights": [_flat(row, ("remedies",)) for row in result.weights],
+        "layers": result.layers,
+        "alternatives": result.alternatives,
+        "depth": result.depth,
+        "attention": [_flat(row, ("entropy_per_head",)) for row in result.attention],
+    }
+
+
+def _site(row: dict[str, Any]) -> dict[str, Any]:
+    found = row["anatomy"]
+    flat = _flat(row, ("anatomy", "remedies", "remedy"))
+    for key, value in found.items():
+        if not isinstance(value, list):
+            flat[key] = value
+    flat["outlier_channels"] = " ".join(str(c["channel"]) for c in found.get("channels", []))
+    flat["outlier_tokens"] = " ".join(
+        f"{t['sequence']}:{t['position']}" for t in found.get("tokens", [])
+    )
+    for scheme, remedy in row["remedy"].items():
+        flat[f"remedy {scheme}"] = None if remedy is None else remedy["remedy"]
+        flat[f"remedy gain {scheme}"] = None if remedy is None else remedy["gain"]
+    return flat
+
+
+def _flat(row: dict[str, Any], leave: Sequence[str]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in leave:
+            continue
+        if isinstance(value, dict):
+            flat |= {f"{key} {inner}": number for inner, number in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def csv_text(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows as CSV with the columns of all of them in order of appearance; None is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
