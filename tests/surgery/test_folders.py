@@ -1,6 +1,7 @@
 """`skipless patch`: a folder in, a patched folder out, one sentence for what cannot be."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -54,6 +55,12 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(tiny, tmp_path, capsy
     odd = {"architectures": ["LlamaForCausalMM"], "model_type": "llama"}
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "config.json").write_text(json.dumps(odd))
+    sick = tiny.build("llama")
+    with torch.no_grad():
+        sick.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+    sick.save_pretrained(tmp_path / "sick")
+    tiny.build("llama").save_pretrained(tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 500)
     out = tmp_path / "out"
     for arguments, said in [
         (["plain", "--layers", "2"], "layer 2 is out of range"),
@@ -62,6 +69,8 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(tiny, tmp_path, capsy
         (["plain", "--stacks", "encoder"], "no stack of layers matches 'encoder'"),
         (["patched"], "is patched already"),
         (["empty"], "holds no config.json"),
+        (["sick"], "no numbers: model.layers.1.mlp.up_proj.weight holds NaN or infinity"),
+        (["cut"], "cannot be loaded as LlamaForCausalLM"),
         (["odd"], "holds a LlamaForCausalMM"),
         (["smolm2-135m"], "did you mean 'smollm2-135m'"),
     ]:

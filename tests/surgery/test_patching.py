@@ -182,7 +182,17 @@ def test_two_patches_at_different_places_are_both_recorded(tiny):
         ({"sites": "cross_attention"}, "has no cross_attention; it has attention, mlp"),
         ({"layers": 2}, "layer 2 is out of range: model.layers has layers 0 to 1"),
         ({"layers": [-3]}, "layer -3 is out of range"),
-        ({"layers": []}, "no layer"),
+        ({"layers": []}, "layers is empty; leave the argument out"),
+        ({"layers": 1.5}, "layers is 1.5; layer indices"),
+        ({"layers": "0"}, "layers is '0'; layer indices"),
+        ({"layers": [0, 1.0]}, "layers holds 1.0; layer indices"),
+        ({"layers": True}, "layers holds True; layer indices"),
+        ({"layers": slice(2)}, "range.4., were expected"),
+        ({"sites": 3}, "sites is 3; names of sublayers"),
+        ({"sites": []}, "sites is empty"),
+        ({"stacks": 3}, "stacks is 3; names of stacks"),
+        ({"stacks": []}, "stacks is empty"),
+        ({"stacks": [3]}, "stacks holds 3"),
         ({"stacks": "encoder"}, "no stack of layers matches 'encoder'; the model has: model.layer"),
         ({"connection": ConnectionConfig(kind="fixed", c=1.0)}, "needs the embedding"),
         ({"connection": ConnectionConfig(kind="rezero", granularity="block")}, "granularity"),
@@ -221,6 +231,14 @@ def test_models_in_a_wrong_state_are_refused(tiny):
                                    vocab_size=20))  # fmt: skip
     with pytest.raises(UserError, match=r"ModelConfig.connection"):
         patch(ours)
+
+
+def test_indices_of_other_libraries_count(tiny):
+    import numpy as np
+
+    for layers in (np.int64(1), np.array([1]), torch.tensor([-1]), (i for i in [1]), range(1, 2)):
+        assert len(connections(patch(tiny.build("llama"), layers=layers))) == 2
+    assert len(connections(patch(tiny.build("llama"), sites=None))) == 4
 
 
 def test_other_architectures_get_the_list_of_what_is_needed(tiny):
@@ -273,5 +291,8 @@ def test_fully_shard_wraps_a_patched_model_and_must_come_after(tiny):
         fully_shard(other, mesh=mesh)
         with pytest.raises(UserError, match="patch it before fully_shard"):
             patch(other)
+        parallel = torch.nn.parallel.DistributedDataParallel(tiny.build("llama"))
+        with pytest.raises(UserError, match="patch the model, then wrap it"):
+            patch(parallel)
     finally:
         dist.destroy_process_group()

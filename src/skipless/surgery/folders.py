@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice, suggestion
@@ -68,6 +69,8 @@ def patch_folder(
     loaded = _load(source)
     batch = sample_batch(loaded)
     before = _output(loaded, batch)
+    if not bool(before.isfinite().all()):
+        raise UserError(f"{source} computes no numbers{_where(loaded)}; get its weights anew")
     chosen = {"sites": sites, "layers": layers, "stacks": stacks}
     patch(loaded, connection, **{name: value for name, value in chosen.items() if value})
     after = _output(loaded, batch)
@@ -130,9 +133,18 @@ def _load(path: Path) -> Any:
         raise UserError(f"{path} holds a {name}, which this version of transformers does not have")
     try:
         return cls.from_pretrained(path).eval()
-    except (OSError, ValueError, RuntimeError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} cannot be loaded as {name}: {reason}") from None
+
+
+def _where(model: nn.Module) -> str:
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f": {name} holds NaN or infinity"
+    return " but NaN or infinity on a random sample"
 
 
 def sample_batch(model: Any) -> dict[str, Tensor]:

@@ -33,8 +33,9 @@ from skipless.surgery.causality import is_causal
 from skipless.surgery.contexts import PatchedUniversal, carries, carry, place, uncarry
 from skipless.surgery.dropping import drop_modules, refuse_absent
 from skipless.surgery.records import connections, refresh_record
+from skipless.surgery.requests import check_model, read_layers, read_sites, read_stacks
 from skipless.surgery.rewriting import joining_class, joins_of
-from skipless.surgery.saving import saving_class
+from skipless.surgery.saving import is_pretrained, saving_class
 
 __all__ = ["CONSTANT_KINDS", "kinds", "patch", "patch_as", "unpatch"]
 
@@ -55,7 +56,7 @@ def patch(
     model: nn.Module,
     connection: str | ConnectionConfig = "rezero",
     *,
-    sites: str | Sequence[str] = SUBLAYERS,
+    sites: str | Sequence[str] | None = SUBLAYERS,
     layers: Iterable[int] | int | None = None,
     stacks: str | Sequence[str] | None = None,
 ) -> nn.Module:
@@ -70,11 +71,9 @@ def patch(
     skips cannot be found, and, with kind universal, where it is unknown whether tokens see later
     ones.
     """
+    check_model(model)
     config = _settings(connection)
-    wanted = (sites,) if isinstance(sites, str) else tuple(sites)
-    for site in wanted:
-        check_choice("site", site, SUBLAYERS)
-    chosen = _choose(model, wanted, layers, stacks)
+    chosen = _choose(model, read_sites(sites), read_layers(layers), read_stacks(stacks))
     universal = config.kind == "universal"
     touched = {stack.name: stack for stack, _, _ in chosen} if universal else {}
     causal = {name: is_causal(model, stack) for name, stack in touched.items()}
@@ -101,6 +100,7 @@ def unpatch(model: nn.Module) -> nn.Module:
     that was not trained in between is the original bit for bit. Raises UserError for a model that
     is not patched, and for one from which `prune` dropped sublayers.
     """
+    check_model(model, wrapped=True)
     owners = [m for m in model.modules() if joins_of(m)]
     if not owners:
         raise UserError(f"{type(model).__name__} is not patched; there is nothing to undo")
@@ -184,13 +184,10 @@ def _settings(connection: str | ConnectionConfig) -> ConnectionConfig:
 def _choose(
     model: nn.Module,
     sites: tuple[str, ...],
-    layers: Iterable[int] | int | None,
-    stacks: str | Sequence[str] | None,
+    wanted: list[int] | None,
+    stacks: tuple[str, ...] | None,
 ) -> list[tuple[Stack, Layer, Join]]:
     found = _stacks(model, stacks)
-    wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
-    if wanted == [] or not sites:
-        raise UserError("no layer or no site was asked for; leave the argument out to mean all")
     chosen, present = [], set()
     for stack in found:
         count = len(stack.layers)
@@ -216,7 +213,7 @@ def _choose(
     return chosen
 
 
-def _stacks(model: nn.Module, wanted: str | Sequence[str] | None) -> list[Stack]:
+def _stacks(model: nn.Module, wanted: tuple[str, ...] | None) -> list[Stack]:
     if any(isinstance(module, Connection) for module in model.modules()) and not connections(model):
         raise UserError(
             f"{type(model).__name__} is built of skipless connections already; set "
@@ -226,7 +223,7 @@ def _stacks(model: nn.Module, wanted: str | Sequence[str] | None) -> list[Stack]
     if wanted is None:
         return found
     kept = []
-    for entry in (wanted,) if isinstance(wanted, str) else wanted:
+    for entry in wanted:
         part = [s for s in found if fnmatchcase(s.name, entry) or f".{entry}." in f".{s.name}."]
         if not part:
             names = ", ".join(stack.name for stack in found)
@@ -249,6 +246,11 @@ def _refuse_unfit(chosen: list[tuple[Stack, Layer, Join]]) -> None:
         first = owners.setdefault(id(layer.module), layer.name)
         if first != layer.name:
             raise UserError(f"{first} and {layer.name} are one layer, so their skips are one too")
+        first = owners.setdefault(id(owner), layer.name)
+        if first != layer.name:
+            raise UserError(
+                f"{first} and {layer.name} share their {join.owner}, so their skips are one too"
+            )
         if any(hasattr(p, "placements") for p in owner.parameters()):
             raise UserError("the model is sharded; patch it before fully_shard")
 
@@ -291,6 +293,6 @@ def _savers(model: nn.Module) -> list[nn.Module]:
     the model and any part of it that can be saved on its own."""
     return [
         module for module in model.modules()
-        if hasattr(type(module), "save_pretrained") and connections(module)
+        if is_pretrained(module) and connections(module)
         and "_skipless_saver" not in type(module).__dict__
     ]  # fmt: skip

@@ -66,6 +66,7 @@ def record(model: nn.Module) -> list[dict[str, Any]]:
 def refresh_record(model: nn.Module) -> None:
     """Write what the connections now are into the config of the model, and of its parts that have
     one of their own."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     for module in model.modules():
         config = getattr(module, "config", None)
         if not hasattr(type(module), "save_pretrained") or config is None:

@@ -26,7 +26,7 @@ from skipless.locking import try_lock
 from skipless.surgery.records import RECORD, connections, record
 from skipless.surgery.rewriting import namesake, reducer
 
-__all__ = ["INDEX", "MODEL_TYPE", "PREFIX", "save_pretrained", "saving_class"]
+__all__ = ["INDEX", "MODEL_TYPE", "PREFIX", "is_pretrained", "save_pretrained", "saving_class"]
 
 MODEL_TYPE = "skipless-patched"
 PREFIX = "skipless-"
@@ -108,6 +108,12 @@ def save_patched(
             f"the model cannot be saved to {target}: {reason}; free space, fix the permission or "
             "name another folder"
         ) from error
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether `module` is a transformers model; wrappers have a `save_pretrained` of their own
+    kind."""
+    return any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__)
 
 
 @cache
