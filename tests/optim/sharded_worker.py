@@ -50,6 +50,7 @@ def main():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     makers = {
         "kl": lambda m: KLShampoo(m, lr=1e-2, block_size=5),
+        "jacobi": lambda m: KLShampoo(m, lr=1e-2, block_size=5, root="jacobi"),
         # The published start takes eigenvectors of a rank-deficient first gradient: its null space
         # is arbitrary and follows the rounding of the all-reduce (4e-5 here), so not that start.
         "reference": lambda m: KLShampoo(m, lr=1e-2, reference=True, start="gradient"),

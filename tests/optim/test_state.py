@@ -16,6 +16,8 @@ ALL = {
     "kl_shampoo": KLShampoo,
     "kl_reference": lambda p, **k: KLShampoo(p, reference=True, **k),
     "kl_newton": lambda p, **k: KLShampoo(p, root="newton", **k),
+    "kl_jacobi": lambda p, **k: KLShampoo(p, root="jacobi", **k),
+    "soap_jacobi_packed": lambda p, **k: SOAP(p, root="jacobi", packed=True, **k),
     "kl_packed": lambda p, **k: KLShampoo(p, packed=True, **k),
     "soap_packed": lambda p, **k: SOAP(p, packed=True, **k),
     "kl_bf16_momentum": lambda p, **k: KLShampoo(p, momentum_dtype=torch.bfloat16, **k),
@@ -58,10 +60,12 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("root", ["qr", "jacobi"])
 @pytest.mark.parametrize("cls", [KLShampoo, KLSOAP, SOAP, Shampoo])
-def test_packed_triangles_change_the_state_and_nothing_else(cls):
+def test_packed_triangles_change_the_state_and_nothing_else(cls, root):
     whole, packed = net(), net()
-    one, other = cls(whole, lr=1e-2), cls(packed, lr=1e-2, packed=True)
+    one = cls(whole, lr=1e-2, root=root)
+    other = cls(packed, lr=1e-2, packed=True, root=root)
     train(whole, one, range(23))
     train(packed, other, range(23))
     assert same(whole, packed)

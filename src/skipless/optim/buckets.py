@@ -36,6 +36,8 @@ class SideChoice:
 
     root: str | None = None
     """None: eigenbasis; "eigh" or "newton": inverse roots by that method."""
+    basis: str = "qr"
+    """How eigenbases are refreshed: "qr", "jacobi" or "eigh" (which the engine asks for)."""
     max_side: int = 4096
     wide: str = "diagonal"
     rank: int = 64
@@ -70,7 +72,8 @@ class SideChoice:
     def _whole(self, name: str, dim: int) -> IdentitySide:
         if self.root:
             return RootSide(name, dim, self.root)
-        return PackedSide(name, dim) if self.packed else FullSide(name, dim)
+        kind = PackedSide if self.packed else FullSide
+        return kind(name, dim, self.basis)
 
 
 @dataclass

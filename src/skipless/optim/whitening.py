@@ -4,8 +4,8 @@ Every matrix is cut into uniform blocks (blocks.py); blocks of one shape, from w
 are stacked and share batched products (buckets.py). Each side of a block keeps its factor in a form
 of its own (sides.py). engine.py does a step. A block is m x n; G its gradient; all state float32.
 
-The default, root="qr": every block lives in its eigenbases. Five tensors a block: bases Q_L, Q_R,
-factors L~ = Q_L^T L Q_L and R~ = Q_R^T R Q_R, momentum M~ = Q_L^T M Q_R. One step:
+root="qr" ("auto" on CPU and MPS): every block lives in its eigenbases. Five tensors a block: bases
+Q_L, Q_R, factors L~ = Q_L^T L Q_L and R~ = Q_R^T R Q_R, momentum M~ = Q_L^T M Q_R. One step:
     1. P = Q_L^T G Q_R                                                      two products
     2. M~ <- b1 M~ + (1-b1) P
     3. U = Q_L [M~ / (1 - b1^t) / sqrt(l_L l_R^T)] Q_R^T, l = diag of the OLD factor   two products
@@ -18,6 +18,13 @@ factors L~ = Q_L^T L Q_L and R~ = Q_R^T R Q_R, momentum M~ = Q_L^T M Q_R. One st
        refresh is a full eigh. Every 16th takes the rounding out of the basis by Newton-Schulz.
 Six products, two of them triangular, where O1 in the original frame takes fourteen.
 
+root="jacobi" ("auto" on CUDA, where qr and eigh are loops over the batch): the same five tensors,
+and step 5 by matrix products alone: Qd from three sweeps of Jacobi rotations of all pairs at once
+(roots.jacobi_step), the first basis from sixteen. A run may go on with the other root. Three,
+because L~ is far from diagonal by then (at b2 = 0.95 four tenths of it are new after ten steps):
+||D^-1/2 L~ D^-1/2 - I||_F / sqrt(d), D = diag(L~), goes from some 1.2 to 0.38 by a QR power step,
+to 1.10, 0.56 and 0.30 by one, two and three sweeps (docs/optimizers.md). A sweep is eight products.
+
 How it differs from O1 (`reference=True` runs O1 literally: reference.py):
     * start: L = R = rms(first G) * I, so that l_L l_R is the mean square of the first gradient and
       a rank-1 gradient is safe; momentum is bias-corrected. Published: eigenvalues 0.1, no update
@@ -28,9 +35,8 @@ How it differs from O1 (`reference=True` runs O1 literally: reference.py):
       at refreshes: the direction does not depend on the gradient's scale.
     * blocks of `block_size` instead of whole matrices; `block_size=None` is unblocked.
 
-root="eigh" and root="newton" (matmuls only, for CUDA, where eigh and qr are loops over the batch)
-keep factors in the original frame with cached roots X_L = L^-1/2, X_R = R^-1/2 and an average V of
-whitened gradients:
+root="eigh" and root="newton" (matmuls only) keep factors in the original frame with cached roots
+X_L = L^-1/2, X_R = R^-1/2 and an average V of whitened gradients:
     A = G X_R, B = X_L G;  V <- b1 V + (1-b1) X_L A;  W <- (W - lr V/(1 - b1^t))(1 - lr decay);
     L <- b2 L + (1-b2)/n A A^T, R <- b2 R + (1-b2)/m B^T B;  roots renewed at refreshes.
 Five products, two triangular. Given up: O1 step 6 (eigenvalues change only at refreshes), and
@@ -63,7 +69,13 @@ from skipless.optim.reference import reference_update
 from skipless.optim.roots import full_precision
 from skipless.sharded import local
 
-ROOTS = ("auto", "eigh", "qr", "newton")
+ROOTS = ("auto", "eigh", "qr", "newton", "jacobi")
+REFRESHES = {
+    "qr": "a basis is refreshed by one QR power step, the first time by eigh",
+    "jacobi": "a basis is refreshed by Jacobi sweeps, matrix products alone",
+    "eigh": "a basis is refreshed by exact eigenvectors",
+}
+"""What `describe()` says of each."""
 
 
 class Whitening(RoleOptimizer):
@@ -71,9 +83,9 @@ class Whitening(RoleOptimizer):
 
     `params`: a model (routed by role), named parameters, parameters or groups.
     `block_size`: None means whole matrices. `refresh_every`: steps between refreshes of a block.
-    `root`: "qr" ("auto" means it): eigenbases, one power step a refresh. "eigh", "newton" (matmuls
-    only): cached roots, faster and measured worse (above); in the SOAP forms "eigh" means exact
-    eigenvectors at every refresh.
+    `root`: "qr": eigenbases, one power step a refresh; "jacobi": the same by matmuls only; "auto":
+    "jacobi" on CUDA, else "qr". "eigh", "newton" (matmuls only): cached roots, faster and measured
+    worse (above); in the SOAP forms "eigh" means exact eigenvectors at every refresh.
     `eps`: ridge relative to the mean eigenvalue; in the SOAP forms Adam's eps.
     `update_rms`: rescale each matrix's update to this root mean square (0.2 matches AdamW's).
     `reference=True`: O1 literally (KL-Shampoo only), `start` "published" unless "gradient" is set.
@@ -162,15 +174,35 @@ class Whitening(RoleOptimizer):
     def _state_replaced(self) -> None:
         self._buckets = {}
 
-    def _choice(self) -> SideChoice:
-        return SideChoice(root=self._cached_root, **self._sides)
+    def _basis(self, device: torch.device) -> str:
+        """How eigenbases on this device are refreshed: "eigh", "qr" or "jacobi"."""
+        if self._root == "auto":
+            return "jacobi" if device.type == "cuda" else "qr"
+        return self._root
+
+    def _choice(self, p: Tensor) -> SideChoice:
+        basis = self._basis(local(p).device)
+        return SideChoice(root=self._cached_root, basis=basis, **self._sides)
 
     def _describe_one(self, p: Tensor, group: dict[str, Any]) -> str:
         lay = self._layout(p, group)
         if self._reference:
             return f"{lay.stack} whole, {lay.m} x {lay.n}, as published"
-        left, right = self._choice().sides(*lay.block_shape)
+        left, right = self._choice(p).sides(*lay.block_shape)
         return f"{lay.num_blocks} of {lay.bm} x {lay.bn}, {left.kind} x {right.kind}"
+
+    def describe(self) -> str:
+        """The table of parameters; below it, how eigenbases are refreshed on each device."""
+        lines = [super().describe()]
+        devices = {
+            local(p).device.type: local(p).device
+            for group in self.param_groups if group["algorithm"] != "adamw"
+            for p in group["params"]
+        }  # fmt: skip
+        for kind, device in devices.items():
+            if self._cached_root is None and not self._reference:
+                lines.append(f"on {kind}: {REFRESHES[self._basis(device)]}")
+        return "\n".join(lines)
 
     def _group_buckets(self, group: dict[str, Any], ready: set[Tensor]) -> list[Bucket]:
         """Buckets that hold every parameter with state or a gradient; rebuilt when one is new."""
@@ -185,7 +217,7 @@ class Whitening(RoleOptimizer):
             layout, device = self._layout(p, group), local(p).device
             place = (layout.block_shape, device)
             if place not in shapes:
-                shapes[place] = Bucket(*self._choice().sides(*layout.block_shape))
+                shapes[place] = Bucket(*self._choice(p).sides(*layout.block_shape))
             shapes[place].params.append(p)
             shapes[place].layouts.append(layout)
         for (_, device), bucket in shapes.items():
@@ -203,7 +235,7 @@ class Whitening(RoleOptimizer):
             return {}
         every, t = group["refresh_every"], int(state["step"])
         numbers = {"preconditioner_age": float(min(t, every - 1))}
-        for side in self._choice().sides(*self._layout(p, group).block_shape):
+        for side in self._choice(p).sides(*self._layout(p, group).block_shape):
             values = side.eigenvalues(state)
             if values is not None:
                 low, high = values.clamp(min=0).amin(-1), values.amax(-1)
