@@ -15,7 +15,8 @@ from .illnesses import IDS, Chain, Regression, decoder
 
 STEPS = {
     "train.num_tokens": "2560", "probe.every": "0", "probe.trace_every": "4",
-    "train.eval_every": "0", "optim.name": "adamw", "optim.lr": "3e-3", "optim.adamw_lr": "none",
+    "train.eval_every": "0", "train.checkpoint_every": "0", 
+    "optim.name": "adamw", "optim.lr": "3e-3", "optim.adamw_lr": "none",
     "model.connection.kind": "residual", "model.init.identity_bias": "none",
     "model.init.value_output": "normal", "model.init.query_key": "normal",
     "model.init.mlp": "normal",
@@ -23,8 +24,8 @@ STEPS = {
 """40 steps of a residual model with AdamW."""
 AVERAGING = {
     "model.connection.kind": "none", "model.init.value_output": "haar", "model.init.mlp": "suo",
-    "model.init.query_key": "haar", "model.init.a_qk": "0.9", "model.temperature.beta": "3.0",
-    "model.num_hidden_layers": "6", "optim.adamw_lr": "1e-2",
+    "model.init.query_key": "haar", "model.init.a_qk": "0.9", "model.temperature.beta": "8.0",
+    "model.num_hidden_layers": "4", "optim.adamw_lr": "2e-2", "train.num_tokens": "5120",
 }  # fmt: skip
 """Deep attention that averages all tokens, so that nothing of the context is left."""
 
@@ -111,9 +112,7 @@ def gain_log(path, lr: float, steps: int = 24) -> Evidence:
     return from_log(path)
 
 
-@pytest.mark.parametrize(
-    ("lr", "symptom"), [(0.97, "swings"), (1e-6, "do not move"), (0.1, None)]
-)
+@pytest.mark.parametrize(("lr", "symptom"), [(0.97, "swings"), (1e-6, "do not move"), (0.1, None)])
 def test_gains_that_swing_or_stand_still(tmp_path, lr, symptom):
     found = training.gains(gain_log(tmp_path, lr))
     assert found is None if symptom is None else symptom in found.symptom

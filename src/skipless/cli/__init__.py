@@ -11,6 +11,7 @@ has its name in GROUPS:
     training.py   what trains: demo, train, sweep, compare-connections
     measuring.py  what reads trained runs: eval, probe, quantize, report
     diagnosing.py what reads any model: diagnose
+    doctoring.py  what judges a run or a model: doctor
     surgery.py    what changes models that others trained: patch
     convert.py    convert, which has many arguments
     slimming.py   what makes trained models smaller: prune, fold
@@ -33,6 +34,7 @@ from skipless.cli.arguments import again, split_settings
 from skipless.cli.catalogs import data, list_, models, show
 from skipless.cli.convert import convert
 from skipless.cli.diagnosing import diagnose
+from skipless.cli.doctoring import doctor
 from skipless.cli.measuring import eval_, probe, quantize, report
 from skipless.cli.slimming import fold, prune
 from skipless.cli.surgery import patch
@@ -45,7 +47,7 @@ GROUPS = {
     "What there is": {"list": list_, "show": show, "data": data, "models": models},
     "Train": {"train": train, "sweep": sweep, "compare-connections": compare_connections},
     "Measure trained runs": {"eval": eval_, "probe": probe, "quantize": quantize, "report": report},
-    "Measure any model": {"diagnose": diagnose},
+    "Measure any model": {"diagnose": diagnose, "doctor": doctor},
     "Change models that others trained": {
         "patch": patch,
         "convert": convert,
@@ -56,7 +58,7 @@ GROUPS = {
 COMMANDS: dict[str, Callable[..., None]] = {
     name: function for commands in GROUPS.values() for name, function in commands.items()
 }
-RESUMING = ("demo", "train", "sweep", "compare-connections")
+RESUMING = ("demo", "train", "sweep", "compare-connections", "diagnose")
 SETTABLE = ("train", "sweep", "compare-connections")
 HELP = """\
 usage: skipless COMMAND ...

@@ -11,7 +11,6 @@ Read by the CLI and users.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,11 @@ from skipless.doctor.measuring import Batch, evaluating, measure
 from skipless.doctor.records import from_log, from_run, has_records
 from skipless.doctor.timing import cost
 from skipless.errors import UserError
+from skipless.jsonable import parse_json, read_text
 from skipless.rundir import CONFIG, RunDir
 
 NUM_TOKENS = 1024
+DEFAULT_TEXT = "the documentation of CPython"
 LENGTH = 256
 """Tokens a sequence at most: attention statistics and sinks show at that length."""
 
@@ -110,18 +111,19 @@ def compared(e: Evidence, model: nn.Module, other: nn.Module, batch: Any) -> Evi
 
 
 def kind_of(what: str | Path) -> str:
-    """ "run", "log" or "model". Raises UserError for a path that is nothing of these."""
+    """ "run" (settings of ours), "log" (metrics.jsonl or probes.jsonl alone) or "model".
+
+    Raises UserError for a folder that is nothing of these.
+    """
     path = Path(what)
     if (path / CONFIG).is_file():
-        return "model" if "model_type" in _settings(path / CONFIG) else "run"
+        settings = parse_json(read_text(path / CONFIG), where=str(path / CONFIG))
+        return "run" if isinstance(settings, dict) and "train" in settings else "model"
     if path.is_dir() and has_records(path):
         return "log"
-    from skipless.surgery.folders import find_folder
-
-    folder = find_folder(str(what))
-    if not (folder / CONFIG).is_file():
+    if path.is_dir():
         raise UserError(
-            f"{folder} holds neither {CONFIG} nor metrics.jsonl or probes.jsonl; name a run, a log "
+            f"{path} holds neither {CONFIG} nor metrics.jsonl or probes.jsonl; name a run, a log "
             "of ProbeLog or the folder of a Hugging Face model"
         )
     return "model"
@@ -138,33 +140,29 @@ def _open(
         return _open_run(what, text, num_tokens)
     if kind == "log":
         raise UserError(f"{what} holds a log and no model to run; name a run or a model")
-    from skipless.surgery.folders import find_folder, sample_batch
+    from skipless.diagnose.loading import load_subject
+    from skipless.surgery.folders import sample_batch
 
-    folder = find_folder(str(what))
-    model = _load(folder)
-    if not hasattr(model, "get_input_embeddings") or getattr(
-        model, "main_input_name", "input_ids"
-    ) != "input_ids":  # fmt: skip
+    subject = load_subject(str(what))
+    model: Any = subject.model
+    if getattr(model, "main_input_name", "input_ids") != "input_ids" or _has_images(model):
         if text:
-            raise UserError(f"{what} does not read text; leave --text out")
-        return model, sample_batch(model), "random input (this model reads no text)"
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", LENGTH)
-    ids = _tokens(folder, text, num_tokens, min(LENGTH, longest))
-    if ids is None:
+            raise UserError(f"{what} reads other things than text alone; leave --text out")
+        return model, sample_batch(model), "random input (this model does not read text alone)"
+    if subject.tokenizer is None:
         if text:
-            raise UserError(
-                f"{folder} holds no tokenizer.json to read {text} with; leave --text out"
-            )
-        return model, sample_batch(model), "random tokens (no tokenizer.json)"
-    size = model.config.get_text_config().vocab_size
+            raise UserError(f"{what} has no tokenizer to read {text} with; leave --text out")
+        return model, sample_batch(model), "random tokens (there is no tokenizer)"
+    encoded = subject.tokenizer(_read(text, 8 * num_tokens), verbose=False)["input_ids"]
+    where = text or DEFAULT_TEXT
+    ids = _cut(torch.tensor(encoded), num_tokens, min(LENGTH, subject.limit or LENGTH), where)
+    size = model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= size:
         raise UserError(
-            f"the tokenizer of {folder} gives token {int(ids.max())} and the model knows {size}; "
-            "the two are not of one model"
+            f"the tokenizer of {what} gives token {int(ids.max())} and the model knows {size}; the "
+            "two are not of one model"
         )
-    extra = {} if type(model).__name__ != "CLIPModel" else sample_batch(model)
-    where = text or "the documentation of CPython"
-    return model, {**extra, "input_ids": ids}, f"{ids.numel():,} tokens of {where}"
+    return model, {"input_ids": ids}, f"{ids.numel():,} tokens of {where}"
 
 
 def _open_run(
@@ -195,48 +193,6 @@ def _open_run(
     return run.model, {"input_ids": ids}, f"{ids.numel():,} tokens of {text}"
 
 
-def _load(folder: Path) -> Any:
-    """A Hugging Face folder in the class that its config names, patched ones too, in eval mode."""
-    settings = _settings(folder / CONFIG)
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "transformers is not installed; install it with `pip install -e '.[hf]'`"
-        ) from None
-    from skipless.surgery import load
-    from skipless.surgery.saving import MODEL_TYPE as PATCHED
-
-    transformers.utils.logging.disable_progress_bar()
-    if settings.get("model_type") == PATCHED:
-        return load(folder)
-    name = (settings.get("architectures") or ["AutoModel"])[0]
-    cls: Any = getattr(transformers, name, None)
-    if cls is None:
-        raise UserError(
-            f"{folder} holds a {name}, which this version of transformers does not have; load it "
-            "in Python and give it to skipless.doctor.check_model"
-        )
-    try:
-        return cls.from_pretrained(folder).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{folder} cannot be loaded as {name}: {reason}") from None
-
-
-def _tokens(
-    folder: Path, text: str | Path | None, num_tokens: int, length: int
-) -> Tensor | None:  # fmt: skip
-    """Token ids [B, T] of a text in the folder's own tokens; None without a tokenizer."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    from tokenizers import Tokenizer
-
-    encoded = Tokenizer.from_file(str(file)).encode(_read(text, 8 * num_tokens)).ids
-    return _cut(torch.tensor(encoded), num_tokens, length, text or "the documentation of CPython")
-
-
 def _cut(ids: Tensor, num_tokens: int, length: int, text: str | Path) -> Tensor:
     """The first tokens as rows of `length`, or as one shorter row."""
     if len(ids) < 2:
@@ -259,11 +215,5 @@ def _read(text: str | Path | None, num_characters: int) -> str:
     return found[:num_characters]
 
 
-def _settings(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{file} holds no settings but a {type(found).__name__}")
-    return found
+def _has_images(model: Any) -> bool:
+    return hasattr(getattr(model, "config", None), "vision_config")

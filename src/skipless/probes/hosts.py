@@ -35,32 +35,32 @@ def lightning_callback(out: str | Path, *, module: str | None = None, **options:
     base: Any = _lightning()
 
     class LightningProbe(base):
-        log: ProbeLog | None = None
+        probe_log: ProbeLog | None = None
         step = 0
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.log = ProbeLog(_part(pl_module, module), out, **options)
+            self.probe_log = ProbeLog(_part(pl_module, module), out, **options)
             self.step = 0
 
         def on_train_batch_start(
             self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
         ) -> None:
-            if self.log is not None and trainer.global_step + 1 != self.step:
+            if self.probe_log is not None and trainer.global_step + 1 != self.step:
                 self.step = trainer.global_step + 1
-                self.log.begin(self.step)
+                self.probe_log.begin(self.step)
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-            if self.log is not None:
-                self.log.gradients()
+            if self.probe_log is not None:
+                self.probe_log.gradients()
 
         def on_train_batch_end(
             self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
         ) -> None:
-            if self.log is None or trainer.global_step < self.step:
+            if self.probe_log is None or trainer.global_step < self.step:
                 return  # more batches of this step follow
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             rates = [g["lr"] for o in trainer.optimizers for g in o.param_groups]
-            self.log.end(self.step, {"loss": loss, "lr": rates[0] if rates else None})
+            self.probe_log.end(self.step, {"loss": loss, "lr": rates[0] if rates else None})
 
         def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
             self._close()
@@ -69,9 +69,9 @@ def lightning_callback(out: str | Path, *, module: str | None = None, **options:
             self._close()
 
         def _close(self) -> None:
-            if self.log is not None:
-                self.log.close()
-                self.log = None
+            if self.probe_log is not None:
+                self.probe_log.close()
+                self.probe_log = None
 
     return LightningProbe()
 
