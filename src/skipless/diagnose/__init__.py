@@ -1,6 +1,6 @@
 """Diagnose a model: which layer breaks when quantised, which channel, which token, what would help.
 
-    diagnose(model, batches, schemes=["W8A8"]) -> Diagnosis      any nn.Module
+    skipless.diagnose(model, batches, ["W8A8"]) -> Diagnosis      any nn.Module
 
 collect.py      one pass: S1-S3 of every site, extreme and sampled tokens
 anatomy.py      outlier channels and outlier tokens of one tensor
@@ -16,7 +16,21 @@ plots.py, page.py, writing.py    figures, one HTML page, all files
 loading.py      a run directory, a folder, a name: model and batches for the command line
 """
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from skipless.diagnose.result import Diagnosis
 from skipless.diagnose.running import diagnose
 
 __all__ = ["Diagnosis", "diagnose"]
+
+
+class _Room(ModuleType):
+    """So that `skipless.diagnose(model, batches)` is the function."""
+
+    def __call__(self, *args: Any, **options: Any) -> Diagnosis:
+        return diagnose(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Room

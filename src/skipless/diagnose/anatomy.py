@@ -3,13 +3,14 @@
     level of a channel  median over sampled tokens of |x|: what it is on most tokens
     outlier channel     level above FACTOR times the median level of the channels: heavy on every
                         token, so persistent
-    outlier token       largest |x| outside outlier channels above FACTOR times the median of that
-                        over sampled tokens: heavy in some channel, whatever that one is elsewhere
-    giant               a single value of an outlier token
+    excess of a value   |x| over the level of its channel (at least the median level)
+    outlier token       largest excess above FACTOR times the median of that over sampled tokens
 
-A channel that is huge on one token alone is no outlier channel: its median is ordinary. That tells
-a giant token from a heavy channel. Everything is estimated on the kept rows (`probes.outliers`),
-extreme tokens exactly. Read by `skipless.diagnose.running`.
+A channel that is huge on one token alone is no outlier channel: its median is ordinary. A token is
+no outlier for being as large as its channels are on every token. So the two are told apart, also
+where the giant value of a token stands in a channel that is heavy everywhere. Everything is
+estimated on the kept rows (`probes.outliers`), extreme tokens exactly.
+Read by `skipless.diagnose.running`.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
     heavy = level > FACTOR * usual
     energy = rows.double().square()
     total = float((weights @ energy).sum())
-    others = rows.abs().masked_fill(heavy, 0.0)
-    peak = others.amax(1)
-    sampled_peak = sampled.abs().masked_fill(heavy, 0.0).amax(1)
-    usual_peak = float(sampled_peak.median())
+    scale = level.clamp_min(usual)
+    excess = rows.abs() / scale
+    peak = excess.amax(1)
+    usual_peak = float((sampled.abs() / scale).amax(1).median())
     giant = peak > FACTOR * usual_peak if usual_peak > 0 else torch.zeros_like(peak).bool()
+    # Of the values that make a token an outlier the largest is named, not the largest excess.
+    value = rows.abs().masked_fill(excess <= FACTOR * usual_peak, 0.0).argmax(1)
     num_extreme = 0 if outliers.extreme is None else len(outliers.extreme.number)
-    named = [int(i) for i in torch.argsort(peak, descending=True) if giant[i]]
+    strength = rows.abs().gather(1, value[:, None]).squeeze(1)
+    named = [int(i) for i in torch.argsort(strength, descending=True) if giant[i]]
     channels = [int(j) for j in torch.argsort(level, descending=True) if heavy[j]]
     by_channel = weights @ energy
     return {
@@ -71,9 +75,8 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
         "num_tokens": len(named),
         "all_extreme": bool(giant[:num_extreme].all()) and num_extreme > 0,
         "tokens": [
-            {"number": int(numbers[i]), "channel": int(others[i].argmax()),
-             "value": float(rows[i, int(others[i].argmax())]),
-             "times": float(peak[i]) / usual_peak}
+            {"number": int(numbers[i]), "channel": int(value[i]),
+             "value": float(rows[i, int(value[i])]), "times": float(peak[i]) / usual_peak}
             for i in named[:MAX_NAMED]
         ],
         "energy_channels": float(by_channel[heavy].sum()) / total,

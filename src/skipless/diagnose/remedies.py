@@ -33,6 +33,8 @@ from skipless.quant import Scheme, fake_quantize, gaussian_clip, quantize_weight
 
 WORTH_DB = 3.0
 """A remedy that gives less is none."""
+FIXED_DB = 6.0
+"""One bit: a tensor this near to a Gaussian one counts as fixed."""
 CLOSE_DB = 1.0
 """The simplest remedy this near to the best one is named."""
 COLUMN_SHARE = 0.01
@@ -113,8 +115,9 @@ def try_remedies(
     return rows
 
 
-def choose_remedy(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The simplest row within CLOSE_DB of the best, with "gain" in dB over the first row.
+def choose_remedy(rows: Sequence[dict[str, Any]], ideal: float) -> dict[str, Any] | None:
+    """The simplest row within FIXED_DB of `ideal`, a Gaussian tensor's ratio at the width; where
+    none is, the simplest within CLOSE_DB of the best. With "gain" in dB over the first row.
 
     Judged by `output_sqnr` where there is one, else by `token_sqnr`. None when nothing gives
     WORTH_DB.
@@ -122,13 +125,15 @@ def choose_remedy(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     if not rows:
         return None
     key = "token_sqnr" if rows[0]["output_sqnr"] is None else "output_sqnr"
-    known = [row for row in rows if row[key] is not None and not math.isnan(row[key])]
-    if not known or known[0] is not rows[0]:
+    known = [row for row in rows[1:] if not math.isnan(row[key])]
+    base = rows[0][key]
+    if not known or math.isnan(base):
         return None
-    base, best = rows[0][key], max(row[key] for row in known)
+    best = max(row[key] for row in known)
     if not best - base >= WORTH_DB:
         return None
-    near = next(row for row in known if row[key] >= best - CLOSE_DB and row is not rows[0])
+    enough = max(min(best - CLOSE_DB, ideal - FIXED_DB), base + WORTH_DB)
+    near = next(row for row in known if row[key] >= min(enough, best))
     return near | {"gain": near[key] - base, "judged_by": key}
 
 

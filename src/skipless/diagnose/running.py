@@ -219,7 +219,7 @@ def _numbers(
         if rounded:
             tried = try_remedies(rows, weights, scheme, matrices)
             numbers["remedies"][key] = tried
-            numbers["remedy"][key] = choose_remedy(tried)
+            numbers["remedy"][key] = choose_remedy(tried, gaussian_sqnr(bits))
     return numbers
 
 

