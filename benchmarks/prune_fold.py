@@ -28,7 +28,7 @@ import statistics
 import time
 from pathlib import Path
 
-ROUNDS, QUICK_ROUNDS = 9, 5
+ROUNDS, QUICK_ROUNDS = 7, 5
 
 
 def trained(out: Path, quick: bool):
@@ -150,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 layers, 40,960 tokens")
     parser.add_argument("--budget", type=float, default=0.02, help="nats that pruning may cost")
+    parser.add_argument("--tokens", type=int, help="to choose on, and as many to measure on")
     parser.add_argument("--out", type=Path, default=None, help="where the models go")
     options = parser.parse_args()
     out = options.out or Path("runs/prune-fold-quick" if options.quick else "runs/prune-fold")
@@ -162,7 +163,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     run = trained(out, options.quick)
-    tokens = 4096 if options.quick else 16_384
+    tokens = options.tokens or (4096 if options.quick else 16_384)
     chosen_on, held_out = (
         open_batches(run.config, run.data, split, 8, tokens) for split in ("train", "held_out")
     )
