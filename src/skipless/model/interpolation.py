@@ -79,8 +79,11 @@ class Universal(Connection):
             nn.init.zeros_(self.gate_weight)
 
     def forward(self, stream, branch, context):
+        return self.join(stream, branch, ForwardContext() if context is None else context)
+
+    def join(self, stream: Tensor, branch: Tensor, context: ForwardContext) -> Tensor:
+        """y [B, T, D] of x and F, under a context that says everything (`warmup.py` listens)."""
         settings = self.config.universal
-        context = ForwardContext() if context is None else context
         key = (self.layer, self.sublayer) if self.layer is not None else id(self)
         tokens = Tokens.of(settings, context, stream.shape[1], stream.device, key)
         if tokens.causal and settings.aligner == "sinkhorn":
