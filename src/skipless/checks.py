@@ -121,7 +121,7 @@ def check_optimizer(config: Any) -> None:
         )
     if config.root == "newton" and config.name in ("soap", "kl_soap"):
         raise UserError(
-            f"optim.root is 'newton' and {config.name} needs eigenvectors; use qr or eigh"
+            f"optim.root is 'newton' and {config.name} needs eigenvectors; use qr, jacobi or eigh"
         )
 
 

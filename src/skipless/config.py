@@ -241,7 +241,7 @@ class OptimizerRecipe(Config):
     """Weight decay of norm gains, connection gains and biases."""
     block_size: int | None = 256
     refresh_every: int = 10
-    root: Literal["auto", "eigh", "qr", "newton"] = "auto"
+    root: Literal["auto", "eigh", "qr", "jacobi", "newton"] = "auto"
     start: Literal["gradient", "published"] = "gradient"
     """KL-Shampoo's eigenvalues start at the first gradient's scale with bias correction, or at
     0.1 as published (too slow for short runs)."""
