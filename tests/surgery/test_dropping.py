@@ -162,6 +162,7 @@ def test_a_patched_decoder_loses_single_sublayers(tiny, family, tmp_path):
     if family != "mixtral":
         plain = fold(model)
         assert plain.difference < 1e-5 and len(plain.zeroed) == 2
+        assert plain.folded["F1"] == len(connections(model)) - 2 and "F3" not in plain.folded
         assert not connections(plain.model) and has_absent(model)
         plain.model.save_pretrained(tmp_path / "plain")
         again = type(plain.model).from_pretrained(tmp_path / "plain").eval()

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
 from skipless.log import console
-from skipless.model import IDENTITY, Connection, Transformer
+from skipless.model import IDENTITY, Connection, Transformer, is_absent
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import bias_of, first_tensor, weight_of
 from skipless.surgery.adapters import find_stacks
@@ -144,7 +144,7 @@ def _weights(name: str, connection: Connection) -> tuple[float, Tensor]:
 
 def _count(counts: Counter[str], connection: Connection) -> None:
     tag = _TAGS.get(connection.config.kind)
-    if tag:
+    if tag and not is_absent(connection.config):  # what was dropped had no gain to fold
         counts[tag] += 1
 
 

@@ -280,7 +280,8 @@ def _write(
         _write_run(source.run, folder, pruned, held_out)
         return "run"
     if plain_before and not has_absent(source.model) and not pruned.still_computed:
-        unpatch(source.model).save_pretrained(folder)
+        unpatch(source.model)
+        source.model.save_pretrained(folder)
         source.copy_tokenizer(folder)
         return "plain"
     save_pretrained(source.model, folder)
