@@ -27,8 +27,11 @@ SMALLEST = 1e-3  # nats: the lower end of the logarithmic panel
 
 
 def draw_conversions(records: Mapping[str, Mapping[str, Any]], path: str | Path) -> Path:
-    """Draw records (legend label -> convert.json) to `path`, PNG or SVG by its ending."""
-    lines = []
+    """Draw records (legend label -> convert.json) to `path`, PNG or SVG by its ending.
+
+    The level of the unconverted model is that of the first record.
+    """
+    lines, controls = [], []
     for index, (label, record) in enumerate(records.items()):
         start = {
             "share": record["already"] / record["total"], "loss": record["loss"], "increase": 0.0,
@@ -38,6 +41,9 @@ def draw_conversions(records: Mapping[str, Mapping[str, Any]], path: str | Path)
         lines.append((f"{label}, trained", [start, *kept], CONVERTED[index], "-", "o"))
         if beyond:
             lines.append((f"{label}, beyond the budget", beyond, CONVERTED[index], "", "x"))
+        if record["untrained"] in controls:
+            continue  # the same skips in the same order, trained in another way
+        controls.append(record["untrained"])
         lines.append((
             f"{label}, untrained", [start, *record["untrained"]], CONTROL[index], (0, (4, 2)), "s",
         ))  # fmt: skip

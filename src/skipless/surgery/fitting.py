@@ -26,7 +26,7 @@ from skipless.sites import bias_of, weight_of
 
 __all__ = ["RIDGES", "fit_branch"]
 
-RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+RIDGES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Candidates of lambda, as shares of the mean eigenvalue of the features' second moments."""
 HELD_OUT = 4  # every so many batches one chooses lambda
 
