@@ -176,7 +176,7 @@ def test_a_module_without_blocks_falls_back_to_names():
     net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4))
     result = diagnose(net, [torch.randn(64, 16)])
     assert result.scope == "linear" and result.damage["kind"] == "distance"
-    assert [row["site"] for row in result.sites] == ["0:input", "0:output", "2:input"]
+    assert [row["site"] for row in result.sites] == ["0:input", "0:output", "2:input", "2:output"]
     assert result.alternatives and result.depth == []
     assert any("error by depth" in line for line in result.missing)
     assert any("attention" in line for line in result.missing)
@@ -203,7 +203,8 @@ def test_the_worst_layer_is_found_and_predicted(ids):
     assert result.damage["correlation"]["W4A4"] is None  # two layers are too few
     assert rows[1]["increase"] == pytest.approx(_by_hand(model, ids % 40), abs=1e-9)
     weight = next(r for r in result.weights if r["site"] == "model.layers.1.mlp.down_proj")
-    assert weight["sqnr"]["W4A4"] < 10 < weight["remedies"]["W4A4"]["channel"]
+    assert weight["channel_sqnr"]["W4A4"] < 3 < 10 < weight["sqnr"]["W4A4"]
+    assert weight["remedies"]["W4A4"]["channel"] > 10
 
 
 def _by_hand(model, tokens):

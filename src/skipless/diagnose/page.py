@@ -257,12 +257,14 @@ def _weights(result: Diagnosis) -> str:
         finer = row["remedies"].get(scheme, {})
         body.append([
             _word(row["site"]), _word(" × ".join(map(str, row["shape"]))),
+            _number(row["channel_sqnr"].get(scheme), ".1f"),
             _number(row["sqnr"].get(scheme), ".1f"), _number(row["gap"].get(scheme), ".1f"),
             _number(finer.get("channel"), ".1f"), _number(finer.get("g32"), ".1f"),
             _number(finer.get("clip:mse"), ".1f"), _number(row["kurtosis"]),
             _number(row["max_over_std"], ".1f"),
         ])  # fmt: skip
-    head = ["matrix", "out × in", f"SQNR, {scheme} (dB)", "gap (dB)", "a scale a channel (dB)",
+    head = ["matrix", "out × in", f"every channel alike, {scheme} (dB)",
+            "SQNR pooled (dB)", "gap (dB)", "a scale a channel (dB)",
             "a scale a 32 (dB)", "MSE clip (dB)", "excess kurtosis", "max / sd"]  # fmt: skip
     return _sortable(head, body) if body else ""
 

@@ -149,16 +149,16 @@ class Diagnosis:
         ]
 
     def _weight_line(self, scheme: str) -> list[str]:
-        rows = [row for row in self.weights if row["sqnr"].get(scheme) is not None]
+        rows = [row for row in self.weights if row["channel_sqnr"].get(scheme) is not None]
         if not rows:
             return []
-        row = min(rows, key=lambda row: row["sqnr"][scheme])
+        row = min(rows, key=lambda row: row["channel_sqnr"][scheme])
         finer = {k: v for k, v in row["remedies"][scheme].items() if v is not None}
         best = max(finer, key=finer.__getitem__) if finer else None
         more = "" if best is None else f"; {best} would give {finer[best]:.1f} dB"
         return [
-            f"worst weight {row['site']}: {row['sqnr'][scheme]:.1f} dB at {scheme}, a Gaussian "
-            f"{row['ideal'][scheme]:.1f}{more}"
+            f"worst weight {row['site']}: {row['channel_sqnr'][scheme]:.1f} dB at {scheme}, "
+            f"a Gaussian {row['ideal'][scheme]:.1f}{more}"
         ]
 
     def _attention_line(self) -> list[str]:

@@ -1,9 +1,10 @@
 """Which layer breaks the model: measured one layer at a time, and as the sites predict it (S3, S9).
 
 The prediction for a layer is the sum, over the tensors and weights that the scheme rounds there, of
-noise over energy, every token counting alike. It knows nothing of what the rest of the model does
-with the noise, so the two are compared by Spearman's rank correlation. Layers of the same number in
-several stacks (encoder and decoder) are taken together. Read by `skipless.diagnose.running`.
+noise over energy, every token (of a weight every output channel) counting alike. It knows nothing
+of what the rest of the model does with the noise, so the two are compared by Spearman's rank
+correlation. Layers of the same number in several stacks (encoder and decoder) are taken together.
+Read by `skipless.diagnose.running`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def predict(
     targets = find_targets(model, scheme, scope)
     noise = {row["site"]: row["token_sqnr"].get(str(scheme)) for row in sites}
     first = {row["site"]: row["tensor"] for row in sites}
-    of_weight = {row["site"]: row["sqnr"].get(str(scheme)) for row in weights}
+    of_weight = {row["site"]: row["channel_sqnr"].get(str(scheme)) for row in weights}
     found: dict[int, float] = {}
     seen: set[tuple[int, str]] = set()
     for target in targets[1]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.diagnose.remedies import token_ratio
+from skipless.errors import UserError
 from skipless.heads import find_heads
-from skipless.probes import sqnr
 from skipless.probes.moments import batch_moments
 from skipless.quant import Scheme, gaussian_sqnr, quantize_weight
 from skipless.sites import find_sites, is_linear, weight_of
@@ -25,7 +26,9 @@ GROUP = 32
 
 def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, Any]]:
     """A row a matrix: site (module), layer, sublayer, shape, quantised, std, max_over_std, kurtosis
-    and, by scheme, sqnr, ideal, gap (dB) and remedies {channel, g32, clip:mse: sqnr in dB}."""
+    and, by scheme in dB, sqnr (S3, all values pooled), channel_sqnr (of the mean over output
+    channels of noise over energy: every channel counts alike), ideal, gap of channel_sqnr, and
+    remedies {channel, g32, clip:mse: channel_sqnr}."""
     heads, places = find_heads(model), {site.module: site for site in find_sites(model)}
     rows, seen = [], set()
     for name, module in model.named_modules():
@@ -44,22 +47,28 @@ def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, A
             "quantised": is_linear(module) and name not in heads,
             "std": moments.std(), "max_abs": moments.max_abs,
             "max_over_std": moments.max_abs / moments.std() if moments.std() > 0 else None,
-            "kurtosis": moments.kurtosis(), "sqnr": {}, "ideal": {}, "gap": {}, "remedies": {},
+            "kurtosis": moments.kurtosis(), "sqnr": {}, "channel_sqnr": {}, "ideal": {}, "gap": {},
+            "remedies": {},
         }  # fmt: skip
         if row["quantised"]:
             for scheme in schemes:
                 key, ideal = str(scheme), gaussian_sqnr(scheme.weight_bits)
-                found = _ratio(matrix, scheme)
-                row["sqnr"][key], row["ideal"][key] = found, ideal
-                row["gap"][key] = None if found is None else ideal - found
+                pooled, each = _ratios(matrix, scheme)
+                row["sqnr"][key], row["channel_sqnr"][key] = pooled, each
+                row["ideal"][key] = ideal
+                row["gap"][key] = None if each is None else ideal - each
                 row["remedies"][key] = _finer(matrix, scheme)
         rows.append(row)
     return rows
 
 
-def _ratio(matrix: Tensor, scheme: Scheme) -> float | None:
-    found = sqnr(matrix.float(), quantize_weight(matrix.float(), scheme))
-    return found if math.isfinite(found) else None
+def _ratios(matrix: Tensor, scheme: Scheme) -> tuple[float | None, float | None]:
+    """S3 pooled and with every output channel alike; None where nothing is lost or there."""
+    x = matrix.float()
+    ones = torch.ones(len(x), dtype=torch.float64, device=x.device)
+    found = token_ratio(x, quantize_weight(x, scheme), ones)
+    pooled, each = (value if math.isfinite(value) else None for value in found)
+    return pooled, each
 
 
 @torch.no_grad()
@@ -67,14 +76,12 @@ def _finer(matrix: Tensor, scheme: Scheme) -> dict[str, float | None]:
     changes = {"channel": {"weight_granularity": "channel"}, "clip:mse": {"clip": "mse"}}
     if matrix.shape[1] % GROUP == 0:
         changes[f"g{GROUP}"] = {"weight_granularity": f"g{GROUP}"}
-    return {what: _ratio(matrix, replace(scheme, **change)) for what, change in changes.items()}
+    return {what: _ratios(matrix, replace(scheme, **change))[1] for what, change in changes.items()}
 
 
 def check_finite(model: nn.Module) -> None:
     """Raise UserError naming the first parameter that holds a NaN or infinity, or is on the meta
     device."""
-    from skipless.errors import UserError
-
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UserError(f"{name} is on the meta device; load the model's weights first")
