@@ -19,7 +19,7 @@ from skipless.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-READERS = ("eval", "probe", "quantize", "report", "show")
+READERS = ("eval", "probe", "quantize", "report", "show", "doctor", "diagnose")
 
 
 def commands(page: Path) -> list[str]:
@@ -113,6 +113,10 @@ def test_skipless_commands_run(
     name, *rest = words
     if name == "patch":  # of a real model, which takes a minute and a registry
         monkeypatch.setattr("skipless.surgery.folders.find_folder", lambda _: tiny_llama(tmp_path))
+    if name == "doctor":
+        monkeypatch.setattr(
+            "skipless.diagnose.loading._find", lambda _: str(tiny_llama(tmp_path / "small"))
+        )
     assert name in COMMANDS or name.startswith("-")
     put_in_place(name, rest, copy_run)
     if name != "data":  # named texts stay in the user's cache, others beside `text_file`

@@ -129,6 +129,36 @@ def test_bad_options_are_told_before_the_first_step(tmp_path, options, said):
         ProbeLog(Net(), tmp_path, **options)
 
 
+def test_a_folder_of_a_run_or_model_is_not_written_into(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a run or a model"):
+        ProbeLog(Net(), tmp_path)
+
+
+def test_the_report_reads_the_rows(tmp_path, copy_run):
+    from skipless.model import Transformer
+    from skipless.report import measures
+    from skipless.report.inside import gains_over_time, gradients_by_depth
+    from skipless.report.load import load_run
+
+    run = copy_run(tmp_path / "run")
+    ours = load_run(run)
+    model = Transformer(ours.config.model)
+    ids = torch.randint(ours.config.model.vocab_size, (2, 16))
+    log = ProbeLog(model, tmp_path / "log", every=1)
+    for step in (1, 2):
+        with log.step(step):
+            model(ids, labels=ids).loss.backward()
+        model.zero_grad()
+    (run / "probes.jsonl").write_bytes((tmp_path / "log" / "probes.jsonl").read_bytes())
+    read = load_run(run)
+    assert len(read.probes) == 2 and read.probes[0].keys() > {"sites", "geometry", "gains"}
+    assert len(measures.block_outputs(read.probes[0])) == 2
+    assert measures.middle_kurtosis(read.probes[0], 2) is not None
+    assert gradients_by_depth(read, 0)[0] == [0.0, 1.0]
+    assert len(gains_over_time(read, "a")[0]) == 2
+
+
 def test_a_step_without_a_forward_pass_says_so(tmp_path):
     log = ProbeLog(model := Net(), tmp_path, every=1)
     with pytest.raises(UserError, match="seen nothing of Net"), log.step(1):

@@ -9,6 +9,7 @@ Read by the CLI.
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from skipless.doctor import costs, inside, training
 from skipless.doctor.evidence import Evidence
 from skipless.doctor.finding import Finding, Unchecked, Verdict
 
+WIDTH = 96
 RULES: Mapping[str, Callable[[Evidence], Verdict]] = {
     "finite numbers": inside.nonfinite,
     "causality": inside.leak,
@@ -59,19 +61,17 @@ class Checkup:
         """For a terminal: findings in full, the rest in a line each."""
         text = [f"{self.name}: {_count(len(self.findings), 'finding')}"]
         for number, found in enumerate(self.findings.values(), start=1):
-            text += [
-                "", f"{number}. {found.symptom} ({found.level})",
-                f"   evidence  {found.evidence}", f"   cause     {found.cause}",
-                f"   remedy    {found.remedy}",
-            ]  # fmt: skip
+            text += ["", f"{number}. {found.symptom} ({found.level})"]
+            for name in ("evidence", "cause", "remedy"):
+                text += _wrapped(f"   {name:8}  ", getattr(found, name))
         if self.healthy:
-            text += ["", "healthy: " + ", ".join(self.healthy)]
+            text += ["", *_wrapped("healthy: ", ", ".join(self.healthy), indent="")]
         if self.unchecked:
             by_need: dict[str, list[str]] = {}
             for name, needs in self.unchecked.items():
                 by_need.setdefault(needs, []).append(name)
             parts = (f"{', '.join(names)} (needs {n})" for n, names in by_need.items())
-            text += ["", "not checked: " + "; ".join(parts)]
+            text += ["", *_wrapped("not checked: ", "; ".join(parts), indent="")]
         return text
 
 
@@ -85,6 +85,16 @@ def examine(evidence: Evidence) -> Checkup:
         healthy=tuple(n for n, v in verdicts.items() if v is None),
         unchecked={n: v.needs for n, v in verdicts.items() if isinstance(v, Unchecked)},
     )
+
+
+def _wrapped(label: str, text: str, indent: str | None = None) -> list[str]:
+    """Lines of at most WIDTH columns behind a label; words with hyphens stay whole, as commands
+    and sites are."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=label,
+        subsequent_indent=" " * len(label) if indent is None else indent,
+        break_on_hyphens=False, break_long_words=False,
+    )  # fmt: skip
 
 
 def _count(number: int, noun: str) -> str:

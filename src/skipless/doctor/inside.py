@@ -97,8 +97,9 @@ def rank_collapse(e: Evidence) -> Verdict:
         ),
         cause="attention averages over many tokens in every layer and nothing keeps a token "
         "apart from the average",
-        remedy="model.init.identity_bias=5 (I7) and model.temperature.beta=1; a skip or an "
-        "annealed one (model.connection.kind=anneal); fewer layers",
+        remedy="what is not set yet of model.init.identity_bias=5 (I7), "
+        "model.temperature.beta=1, a skip or an annealed one (model.connection.kind=anneal); more "
+        "steps; fewer layers",
         numbers={"similarity": last["token_similarity"], "rank_share": share,
                  "first": _place(first)},
     )  # fmt: skip

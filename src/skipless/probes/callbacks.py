@@ -29,7 +29,7 @@ from skipless.errors import UserError
 from skipless.probes.gradients import gradient_norms
 from skipless.probes.probe import Probe
 from skipless.probes.writers import open_writers
-from skipless.rundir import RunDir, make_directory
+from skipless.rundir import CONFIG, RunDir, make_directory
 from skipless.sharded import full
 from skipless.sites import Site, find_sites
 
@@ -47,7 +47,7 @@ class ProbeLog:
     into data.json for `skipless doctor`, which judges the curve by them.
 
     Under torch.distributed every process has to run the same steps; statistics are merged and the
-    first process writes. Raises UserError for a number below 1, a folder that cannot be made, a
+    first process writes. Raises UserError for a number below 1, a folder of a run or a model, a
     missing library that was asked for, and the patterns that `Probe` refuses. A log that is there
     already is continued: rows from the first step that is begun on are replaced.
     """
@@ -71,6 +71,11 @@ class ProbeLog:
         self.model, self.every, self.sites = model, every, sites
         self.stats = _default_stats(model) if stats is None else tuple(stats)
         self.run = RunDir(make_directory(out))
+        if (self.run / CONFIG).exists():
+            raise UserError(
+                f"{out} holds a run or a model ({CONFIG}), whose log would be written over; name a "
+                "folder of its own"
+            )
         self.writers = open_writers(writers, self.run.path) if _is_first() else []
         self._open: contextlib.ExitStack | None = None
         self._began = False
