@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from skipless.errors import UserError
-from skipless.model import Universal
+from skipless.model import Connection, Universal
 from skipless.model.warmup import distance, record_pairs, warm_up
 
 from .interpolation_models import T, build, ids
@@ -32,6 +32,7 @@ class TestRecording:
         plain, seen = build(kind="residual", lively=False), []
         for block in plain.blocks:
             for join in (block.attention_connection, block.mlp_connection):
+                assert isinstance(join, Connection)
                 join.register_forward_hook(lambda m, args, out: seen.append(args[:2]))
         plain(ids(seed=1))
         assert len(pairs) == 4 and all(len(own) == 2 for own in pairs.values())
