@@ -316,3 +316,19 @@ def test_memory_does_not_depend_on_the_number_of_batches(planted):
             for kept in (record.outliers.extreme, record.outliers.sample)
         ))  # fmt: skip
     assert sizes[0] == sizes[1]
+
+
+def test_the_checksum_tells_weights_and_inputs_apart_and_not_threads(planted, ids):
+    from skipless.diagnose.parts import checksum
+
+    model = planted()
+    first = checksum(model, [ids])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    again = checksum(model, [ids])
+    torch.set_num_threads(threads)
+    assert first == again and checksum(model, [ids.flip(0)]) != first
+    with torch.no_grad():
+        model.blocks[1].down.weight[0, 0] += 1
+    assert checksum(model, [ids]) != first
+    assert checksum(model, [{"input_ids": ids}, (ids, ids.float())])
