@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from skipless.doctor.evidence import Evidence
 from skipless.doctor.finding import Finding, Unchecked, Verdict
@@ -221,5 +221,5 @@ def _place(row: Mapping[str, Any]) -> str:
     return f"layer {layer}" + (f" {sublayer}" if sublayer else "")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
