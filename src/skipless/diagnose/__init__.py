@@ -3,6 +3,7 @@
     skipless.diagnose(model, batches, ["W8A8"]) -> Diagnosis      any nn.Module
 
 collect.py      one pass: S1-S3 of every site, extreme and sampled tokens
+kernel.py       the sums of that pass in C++, where there is a compiler
 anatomy.py      outlier channels and outlier tokens of one tensor
 remedies.py     what clipping, token scales, rotation, smoothing, columns would give, in dB
 rotation.py     Hadamard matrices of any width

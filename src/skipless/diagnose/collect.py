@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.diagnose.kernel import fused_sums
 from skipless.errors import UserError
 from skipless.heads import find_heads
 from skipless.probes.moments import Moments, batch_moments
@@ -170,7 +171,10 @@ class Collector:
         record = self.records.get(name)
         if record is None:
             outliers = Outliers(
-                self.widths, num_extreme=self.num_extreme, num_sampled=self._num_sampled
+                self.widths,
+                num_extreme=self.num_extreme,
+                num_sampled=self._num_sampled,
+                fused=fused_sums,
             )
             record = self.records[name] = TensorRecord(outliers=outliers)
         mask = self._pass.mask_for(x)

@@ -197,13 +197,13 @@ def describe_outliers(row: dict[str, Any]) -> str:
     parts = []
     if found.get("num_tokens"):
         token = found["tokens"][0]
-        text = "" if token["text"] is None else f" {token['text']!r}"
+        text = "" if token["text"] is None else f" of {token['text']!r}"
         place = "" if token["position"] is None else f" at position {token['position']}"
         more = "at least " if found["all_extreme"] else ""
         number = found["num_tokens"]
         parts.append(
             f"{more}{number} outlier token{'s' * (number > 1)} ({found['energy_tokens']:.1%} of "
-            f"the energy), {token['value']:,.4g} in channel {token['channel']} of{text}{place}"
+            f"the energy), {token['value']:,.4g} in channel {token['channel']}{text}{place}"
         )
     if found.get("num_channels"):
         listed = ", ".join(str(c["channel"]) for c in found["channels"][:4])

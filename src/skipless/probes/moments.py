@@ -292,6 +292,12 @@ def row_sums(rows: Tensor, visit: Visit | None = None) -> RowSums:
         if visit is not None:
             visit(part, start)
         start = end
+    return from_powers(rows, channels, tokens, torch.maximum(high, -low))
+
+
+def from_powers(rows: Tensor, channels: Tensor, tokens: Tensor, largest: Tensor) -> RowSums:
+    """`row_sums` from sums of powers 1 to 4 about 0, float64, by channel [4, D], token [4, n]."""
+    n, width = rows.shape
     mean, m2, m3, m4, far = _central(channels, n)
     if bool(far.any()):
         _again(rows[:, far], 0, (mean, m2, m3, m4), far)
@@ -300,7 +306,7 @@ def row_sums(rows: Tensor, visit: Visit | None = None) -> RowSums:
     if bool(far.any()):
         _again(rows[far], 1, (row_mean, r2, r3, r4), far)
     excess = _excess(r2 / width, r4 / width, row_mean)
-    return RowSums(mean, (m2, m3, m4), excess, energy, torch.maximum(high, -low).to(F64))
+    return RowSums(mean, (m2, m3, m4), excess, energy, largest.to(F64))
 
 
 def _central(raw: Tensor, n: int) -> tuple[Tensor, ...]:

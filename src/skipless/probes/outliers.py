@@ -24,12 +24,17 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.probes.moments import F64, Moments, RowSums, chunks, row_sums
+from skipless.probes.moments import F64, Moments, RowSums, chunks, from_powers, row_sums
 
 NUM_EXTREME = 32
 NUM_SAMPLED = 96
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 / golden ratio as a signed number, the step of Weyl sequences and of splitmix64."""
+
+
+Fused = Callable[[Tensor, list[float]], tuple[Tensor, Tensor, Tensor] | None]
+"""(rows, steps) -> sums of powers 1 to 4 by channel [4, D] and by token [4, n], float64, and the
+sum of (round(x / step) - x / step)^2 by token [steps, n]; None where it does not apply."""
 
 
 class Kept(NamedTuple):
@@ -89,8 +94,10 @@ class Outliers:
         *,
         num_extreme: int = NUM_EXTREME,
         num_sampled: int = NUM_SAMPLED,
+        fused: Fused | None = None,
     ) -> None:
-        self.num_extreme, self.num_sampled = num_extreme, num_sampled
+        """`fused` does the sums in compiled code; without it torch does, five times slower."""
+        self.num_extreme, self.num_sampled, self.fused = num_extreme, num_sampled, fused
         self.noise = {bits: Noise() for bits in widths}
         self.extreme: Kept | None = None
         self.sample: Kept | None = None
@@ -118,15 +125,31 @@ class Outliers:
             flat, numbers, largest = flat[good], numbers[good], largest[good]
             if flat.numel() == 0:
                 return moments
-        visit, finish = self._rounding(flat, float(largest.amax()))
-        sums = row_sums(flat, visit)
-        finish(sums)
+        sums = self._compiled(flat, largest.amax())
+        if sums is None:
+            visit, finish = self._rounding(flat, float(largest.amax()))
+            sums = row_sums(flat, visit)
+            finish(sums)
         self.count += len(flat)
         self.extreme = _smallest(
             self.extreme, flat, -largest.float(), numbers, self.num_extreme
         )  # fmt: skip
         self.sample = _smallest(self.sample, flat, _keys(numbers), numbers, self.num_sampled)
         return moments.merge(sums.moments())
+
+    def _compiled(self, rows: Tensor, largest: Tensor) -> RowSums | None:
+        """Sums and noise by the fused function; None where there is none or it does not apply."""
+        if self.fused is None or float(largest) == 0:
+            return None
+        steps = {bits: float(largest) / (2 ** (bits - 1) - 1) for bits in self.noise}
+        found = self.fused(rows, list(steps.values()))
+        if found is None:
+            return None
+        channels, tokens, noise = found
+        sums = from_powers(rows, channels, tokens, largest)
+        scaled = zip(steps.items(), noise, strict=True)
+        self._add({bits: each.to(F64) * step**2 for (bits, step), each in scaled}, sums.energy)
+        return sums
 
     def _rounding(
         self, rows: Tensor, largest: float

@@ -1,0 +1,85 @@
+"""The sums of the one pass in C++ (kernels/sums.cpp): powers and rounding noise, fused (S1, S3).
+
+Compiled on first use, like the integer kernel and into the same folder of the cache; without a
+compiler, for other dtypes than float32 and away from the CPU `fused_sums` gives None, and torch
+does the same, some five times slower. Read by `collect.py`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skipless.data import cache_dir
+from skipless.errors import UserError
+from skipless.locking import locked
+from skipless.quant.building import find_compiler, supported_levels
+from skipless.rundir import atomic_path
+
+SOURCE = Path(__file__).parent / "kernels" / "sums.cpp"
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+_LEVELS = {
+    "vnni": ("-mavx2", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mprefer-vector-width=512"),
+    "avx2": ("-mavx2",),
+    "plain": (),
+}
+
+
+def fused_sums(rows: Tensor, steps: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`probes.outliers.Fused` of float32 rows [n, D] on the CPU; None where it does not apply."""
+    if rows.dtype != torch.float32 or rows.device.type != "cpu":
+        return None
+    kernel = load()
+    if kernel is None:
+        return None
+    rows = rows.contiguous()
+    n, width = rows.shape
+    channels = torch.zeros(4, width, dtype=torch.float64)
+    tokens = torch.empty(4, n, dtype=torch.float64)
+    noise = torch.empty(len(steps), n)
+    sizes = torch.tensor(steps, dtype=torch.float32)
+    kernel(
+        rows.data_ptr(), n, width, sizes.data_ptr(), len(steps), channels.data_ptr(),
+        tokens.data_ptr(), noise.data_ptr(),
+    )  # fmt: skip
+    return channels, tokens, noise
+
+
+@lru_cache(maxsize=1)
+def load() -> Any:
+    """The compiled function, or None; tried once a process."""
+    try:
+        function = ctypes.CDLL(str(build())).skipless_sums
+    except (UserError, OSError, AttributeError, subprocess.SubprocessError):
+        return None
+    address, size = ctypes.c_void_p, ctypes.c_int64
+    function.restype = None
+    function.argtypes = [address, size, size, address, size, address, address, address]
+    return function
+
+
+def build() -> Path:
+    """The library, compiled now if it is not there. Raises UserError without a compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise UserError("no C++ compiler was found; install one, or set CXX")
+    level = supported_levels()[0]
+    command = [*compiler, *_FLAGS, *_LEVELS[level]]
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    path = cache_dir() / "kernels" / f"sums-{level}-{key}.so"
+    if not path.exists():
+        with locked(path.with_suffix(".lock"), what="compiling the kernel of sums", timeout=600):
+            if not path.exists():
+                with atomic_path(path) as temporary:
+                    subprocess.run(
+                        [*command, str(SOURCE), "-o", str(temporary)], check=True,
+                        capture_output=True, timeout=600,
+                    )  # fmt: skip
+    return path
