@@ -184,8 +184,8 @@ def exploding_branch(e: Evidence) -> Verdict:
         ),
         cause="giant activations: one direction, mostly of single tokens, holds the branch's energy"
         if giant else "an output matrix or a gain that grew",
-        remedy="skipless diagnose names the channel and token; for quantising per-token activations "
-        "(W8A8-a:token) or that layer in more bits"
+        remedy="skipless diagnose names the channel and token; for quantising per-token "
+        "activations (W8A8-a:token) or that layer in more bits"
         if giant else "layerscale or rezero there (model.connection_overrides), weight decay on "
         "output matrices, a lower optim.gain_lr",
         numbers={"ratio": ratio, "place": _place(worst), "giant": giant},
