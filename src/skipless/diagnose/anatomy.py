@@ -37,7 +37,8 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
 
     channels [{channel, level, share}], num_channels; tokens [{number, value, channel, times}],
     num_tokens (`all_extreme`: every kept extreme token is one, so that there may be more);
-    energy_channels, energy_tokens: share of the energy; kurtosis, kurtosis_without_tokens,
+    energy_tokens: share of the energy; energy_channels: of what outlier tokens leave;
+    kurtosis_without_tokens,
     _channels, _both, pooled (S1); kl_gaussian in nats; bits_for_target and gaussian_bits: widths
     that reach `target_db`, every token counting alike, one scale a tensor.
     """
@@ -64,7 +65,7 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
     strength = rows.abs().gather(1, value[:, None]).squeeze(1)
     named = [int(i) for i in torch.argsort(strength, descending=True) if giant[i]]
     channels = [int(j) for j in torch.argsort(level, descending=True) if heavy[j]]
-    by_channel = weights @ energy
+    by_channel, ordinary = weights @ energy, weights[~giant] @ energy[~giant]
     return {
         "num_channels": len(channels),
         "channels": [
@@ -79,7 +80,7 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
              "value": float(rows[i, int(value[i])]), "times": float(peak[i]) / usual_peak}
             for i in named[:MAX_NAMED]
         ],
-        "energy_channels": float(by_channel[heavy].sum()) / total,
+        "energy_channels": float(ordinary[heavy].sum()) / (float(ordinary.sum()) or 1.0),
         "energy_tokens": float((weights[giant] @ energy[giant]).sum()) / total,
         "kurtosis_without_tokens": weighted_kurtosis(rows[~giant], weights[~giant]),
         "kurtosis_without_channels": weighted_kurtosis(rows[:, ~heavy], weights),

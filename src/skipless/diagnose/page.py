@@ -74,7 +74,8 @@ GLOSSARY = {
     "outlier channels left aside.",
     "Outlier channel": "A channel that on most tokens is more than six times what channels usually "
     "are; a channel huge on one token only is none.",
-    "Energy": "Share of the sum of squares that outlier tokens (channels) hold.",
+    "Energy": "Share of the sum of squares that outlier tokens hold, and of the rest that "
+    "outlier channels hold.",
     "Without": "Excess kurtosis of what is left when outlier tokens, channels or both are taken "
     "out.",
     "KL": "Divergence in nats from the Gaussian of the same mean and standard deviation, over 64 "

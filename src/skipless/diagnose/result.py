@@ -203,14 +203,14 @@ def describe_outliers(row: dict[str, Any]) -> str:
         number = found["num_tokens"]
         parts.append(
             f"{more}{number} outlier token{'s' * (number > 1)} ({found['energy_tokens']:.1%} of "
-            f"the energy), {token['value']:,.4g} in channel {token['channel']}{text}{place}"
+            f"the energy), {_short(token['value'])} in channel {token['channel']}{text}{place}"
         )
     if found.get("num_channels"):
         listed = ", ".join(str(c["channel"]) for c in found["channels"][:4])
         number = found["num_channels"]
         parts.append(
             f"{number} outlier channel{'s' * (number > 1)} ({found['energy_channels']:.1%} of the "
-            f"energy): {listed}{', ...' if number > 4 else ''}"
+            f"other energy): {listed}{', ...' if number > 4 else ''}"
         )
     return "; ".join(parts) or f"no outliers, excess kurtosis {_short(row['kurtosis'])}"
 
