@@ -23,6 +23,8 @@ from skipless.errors import UserError, check_choice
 from skipless.optim import checking
 from skipless.optim.blocks import Layout, make_layout
 from skipless.optim.describe import copies, describe, measure, step_device, tensor_bytes
+from skipless.optim.entries import Named, as_groups, is_settled, named_entries, warn_of_unnamed
+from skipless.optim.finite import finite
 from skipless.optim.roles import (
     GAIN_DECAY_ROLES,
     ROLES,
@@ -30,12 +32,10 @@ from skipless.optim.roles import (
     parameter_roles,
     roles_from_tensors,
 )
-from skipless.optim.saved import match_by_name
+from skipless.optim.saved import check_shapes, match_by_name
 from skipless.optim.sharding import Exchange, Sink, add_over_ranks, exchanges
 from skipless.optim.tail import update_adamw
 from skipless.sharded import is_sharded, local
-
-Named = tuple[str, Tensor]
 
 
 class RoleOptimizer(torch.optim.Optimizer):
@@ -43,6 +43,8 @@ class RoleOptimizer(torch.optim.Optimizer):
     groups; a group may fix its own "role" and any default."""
 
     algorithm = "adamw"
+    without: tuple[str, ...] = ()
+    """Settings of the routing that mean nothing to this method."""
 
     def __init__(
         self,
@@ -72,8 +74,11 @@ class RoleOptimizer(torch.optim.Optimizer):
         checking.decays("betas", betas)
         checking.decays("adamw_betas", adamw_betas)
         checking.at_least_one("block_size", block_size, or_none=True)
-        for name, parts in (split or {}).items():
-            checking.at_least_one(f"split of {name!r}", parts)
+        checking.splits(split)
+        if isinstance(spectral_roles, str) or not isinstance(spectral_roles, Iterable):
+            raise UserError(
+                f"spectral_roles is {spectral_roles!r}; a tuple was expected, such as ('matrix',)"
+            )
         for role in spectral_roles:
             check_choice("spectral_roles", role, ROLES)
         defaults = {
@@ -88,7 +93,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         self._gain_weight_decay = gain_weight_decay
         self._block_size = block_size
         self._split = dict(split or {})
-        self._spectral_roles = spectral_roles
+        self._spectral_roles = tuple(spectral_roles)
         self._layouts: dict[Tensor, Layout] = {}
         self._names: dict[Tensor, str] = {}
         self._exchanges: dict[tuple, Exchange] = {}
@@ -96,6 +101,9 @@ class RoleOptimizer(torch.optim.Optimizer):
         self.skipped: dict[str, int] = {}
         """Non-finite gradients left out so far, by parameter name."""
         self._metrics: dict[str, float] = {}
+        self._has_had_gradients = False
+        self._own = (*vars(self), "_own")
+        """Attributes of this package, which copies keep."""
         groups = self._as_groups(params)
         if not any(group["params"] for group in groups):
             raise UserError(
@@ -116,29 +124,14 @@ class RoleOptimizer(torch.optim.Optimizer):
             covered = [n for g in groups for n, _ in g["params"]]
             assert sorted(covered) == sorted(n for n, _ in named), "a parameter has no group"
             return groups
-        if isinstance(params, Tensor):
-            raise UserError("params is one tensor; pass a model, parameters, or groups")
-        params = list(params)
-        if not params:
-            raise UserError("params is empty; pass a model, parameters, or groups")
-        if not isinstance(params[0], dict):
-            params = [{"params": params}]
+        params = as_groups(params)
         groups = [g for group in params for g in self._split_group(group)]
         checking.parameters(pair for group in groups for pair in group["params"])
         return groups
 
     def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         """One user's group to groups of one treatment each."""
-        entries = group["params"]
-        entries = [entries] if isinstance(entries, Tensor) else list(entries)
-        names = group.get("param_names")
-        if names is not None and not (entries and isinstance(entries[0], tuple)):
-            entries = list(zip(names, entries, strict=True))
-        first = len(getattr(self, "_names", {}))
-        named = [
-            e if isinstance(e, tuple) else (f"parameter_{first + i}", e)
-            for i, e in enumerate(entries)
-        ]
+        named, unnamed = named_entries(group, first=len(getattr(self, "_names", {})))
         checking.parameters(named)
         for name, p in named:
             self._names[p] = name
@@ -147,7 +140,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         if role is not None:
             check_choice("role of a parameter group", role, ROLES)
         elif self.algorithm != "adamw":
-            _warn_of_unnamed([e for e in entries if isinstance(e, Tensor) and e.ndim >= 2])
+            warn_of_unnamed(unnamed)
         roles = {n: role for n, _ in named} if role else roles_from_tensors(named)
         return self._by_role(named, roles, options)
 
@@ -172,22 +165,40 @@ class RoleOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later; a group that mixes roles becomes several."""
-        settled = param_group.get("algorithm") is not None
-        known = {p: self._names.get(p, "?") for group in self.param_groups for p in group["params"]}
-        for group in [param_group] if settled else self._split_group(param_group):
-            group.setdefault("lr", self.defaults["lr"])
-            checking.group_options(group)
-            entries = group["params"]
-            entries = [entries] if isinstance(entries, Tensor) else entries
-            pairs = [e if isinstance(e, tuple) else ("?", e) for e in entries]
-            checking.parameters(((n, p) for n, p in pairs if p in known), known)
+        settled = is_settled(param_group)
+        known = {p: self._names[p] for group in self.param_groups for p in group["params"]}
+        names = dict(self._names)
+        try:
+            groups = [param_group] if settled else self._split_group(param_group)
+            for group in groups:
+                group.setdefault("lr", self.defaults["lr"])
+                check_choice("algorithm of a parameter group", group["algorithm"],
+                             {"adamw", self.algorithm})  # fmt: skip
+                self._check_group(group)
+                if group["algorithm"] != "adamw":
+                    for name, p in group["params"]:
+                        self._layout(p, group, name)
+            trained = [
+                (name, p) for group in groups for name, p in group["params"]
+                if p.requires_grad or p in known
+            ]  # fmt: skip
+            checking.parameters(trained, known)
+        except UserError:
+            self._names = names  # as if it had never been called
+            raise
+        for group in groups:
             if group.get("base_lr") is None:
                 group["base_lr"] = float(group["lr"])
             super().add_param_group(group)
 
-    def _layout(self, p: Tensor, group: dict[str, Any]) -> Layout:
-        if p not in self._layouts:
-            name = self._names.get(p, "")
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Settings of a parameter group, which may come from the user."""
+        checking.group_keys(self, group)
+        checking.group_options(group)
+
+    def _layout(self, p: Tensor, group: dict[str, Any], name: str | None = None) -> Layout:
+        if p not in self._layouts or self._layouts[p].shape != tuple(p.shape):
+            name = self._names.get(p, "") if name is None else name
             split = next((s for key, s in self._split.items() if key in name), 1)
             self._layouts[p] = make_layout(
                 tuple(p.shape),
@@ -201,24 +212,67 @@ class RoleOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient. Returns the closure's loss."""
+        """One update of every parameter that has a gradient. Returns the closure's loss.
+
+        Raises UserError before anything moves if a gradient is sparse or a group's lr is none.
+        """
         loss = None
         if closure is not None:
+            if not callable(closure):
+                raise UserError(
+                    f"step was given {type(closure).__name__}; call loss.backward() and then "
+                    "step(), or pass a function that computes the loss and its gradients"
+                )
             with torch.enable_grad():
                 loss = closure()
         self._metrics = {}
+        ready_of = [
+            [p for p in group["params"] if p.grad is not None and p.numel()]
+            for group in self.param_groups
+        ]
+        self._check_step(ready_of)
         before = copies(self) if self.collect_metrics else {}
-        for group in self.param_groups:
-            ready = [p for p in group["params"] if p.grad is not None and p.numel()]
-            if any(p.grad.is_sparse for p in ready):
-                raise UserError("a gradient is sparse; build the embedding with sparse=False")
-            pairs = self._finite(ready)
+        for group, ready in zip(self.param_groups, ready_of, strict=True):
+            pairs = finite(ready, self._names, self.skipped)
             if group["algorithm"] == "adamw":
                 update_adamw(self.state, group, pairs)
             else:
                 self._update_spectral(group, pairs)
         self._metrics = measure(self, before)
         return loss
+
+    def _check_step(self, ready_of: list[list[Tensor]]) -> None:
+        """What would end in a wrong step, before any; `ready_of` as `param_groups`."""
+        for group, ready in zip(self.param_groups, ready_of, strict=True):
+            checking.from_zero("lr of a parameter group", group["lr"])
+            for p in ready:
+                if cast("Tensor", p.grad).layout != torch.strided:
+                    raise UserError(
+                        f"the gradient of {self._names.get(p, '?')} is sparse; build the "
+                        "embedding with sparse=False"
+                    )
+                if self.state.get(p):  # fused kernels do not look at shapes
+                    shapes = self._state_shapes(p, group)
+                    check_shapes(self._names.get(p, "?"), self.state[p], shapes)
+        if not self._has_had_gradients and not any(
+            p.grad is not None for group in self.param_groups for p in group["params"]
+        ):
+            warnings.warn(
+                "step() found no gradient in any parameter, so nothing moved; call backward() "
+                "first, and build the optimiser from the model that is trained",
+                stacklevel=4,
+            )
+        self._has_had_gradients = True
+
+    def _state_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the state of p apart from its step count."""
+        if group["algorithm"] == "adamw":
+            return dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(p.shape))
+        return self._matrix_shapes(p, group)
+
+    def _matrix_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the method's state of a matrix."""
+        raise AssertionError(f"{type(self).__name__} has no matrix method")
 
     def _update_spectral(self, group: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Whole matrices in place; sharded ones on their owner ranks."""
@@ -266,39 +320,21 @@ class RoleOptimizer(torch.optim.Optimizer):
         self.state[p].clear()
         self.state[p]["step"] = step + float(counts)
 
-    def _finite(self, params: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(parameter, gradient) where the gradient is finite; others are counted and left out.
-
-        All of `params` have a gradient.
-        """
-        gradients = cast("list[Tensor]", [p.grad for p in params])
-        # A sum is non-finite if any entry is; it overflows only where the step is lost anyway.
-        sums = [local(g).sum(dtype=torch.float32) for g in gradients]
-        by_device: dict[torch.device, list[int]] = {}
-        for i, s in enumerate(sums):
-            by_device.setdefault(s.device, []).append(i)
-        pairs = []
-        for indices in by_device.values():
-            stacked = torch.stack([sums[i] for i in indices])
-            add_over_ranks(stacked, [params[i] for i in indices])
-            for i, good in zip(indices, torch.isfinite(stacked).tolist(), strict=True):
-                if good:
-                    pairs.append((params[i], gradients[i]))
-                else:
-                    name = self._names.get(params[i], "?")
-                    self.skipped[name] = self.skipped.get(name, 0) + 1
-        return pairs
-
     # ---- state ------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore, matched by parameter name where the file has names, in the saved dtypes.
 
         torch casts state to the parameter's dtype, which ruins float32 factors of a bf16 model;
-        here tensors keep theirs and move to the parameter's device. Raises UserError when a
-        parameter is missing in the file.
+        here tensors keep theirs and move to the parameter's device. Raises UserError, with
+        nothing replaced, when a parameter is missing on either side, or was saved by another
+        method or with settings that shape the state otherwise.
         """
         state_dict = match_by_name(state_dict, self.param_groups)
+        for group, source in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for p, key in zip(group["params"], source["params"], strict=True):
+                values = state_dict["state"].get(key, {})
+                check_shapes(self._names.get(p, "?"), values, self._state_shapes(p, group))
         super().load_state_dict(state_dict)
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         own = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
@@ -319,6 +355,11 @@ class RoleOptimizer(torch.optim.Optimizer):
 
     def _state_replaced(self) -> None:
         """Hook: state tensors are new objects now."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copy, deepcopy and pickle keep: torch's part, and this package's without caches."""
+        mine = {what: getattr(self, what) for what in self._own}
+        return {**super().__getstate__(), **mine, "_exchanges": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -346,14 +387,3 @@ class RoleOptimizer(torch.optim.Optimizer):
     def describe(self) -> str:
         """A table: every parameter with role, shape, treatment and state bytes."""
         return describe(self)
-
-
-def _warn_of_unnamed(matrices: list[Tensor]) -> None:
-    """Tell that roles of matrices without names cannot be known."""
-    if matrices:
-        warnings.warn(
-            f"{len(matrices)} parameters of two or more dimensions came without names, so "
-            "embeddings and heads among them are treated as hidden matrices; pass the model or its "
-            "named_parameters(), or give their group a 'role'",
-            stacklevel=2,
-        )

@@ -76,6 +76,20 @@ class SideChoice:
         return kind(name, dim, self.basis)
 
 
+def state_shapes(
+    sides: Iterable[IdentitySide], block_shape: tuple[int, int], *, second: bool
+) -> tuple[dict[str, tuple[int, ...]], str]:
+    """State tensors of one block by name, and which of them averages gradients."""
+    left, right = sides
+    shapes: dict[str, tuple[int, ...]] = {**left.shapes(), **right.shapes()}
+    framed = second or left.has_frame or right.has_frame
+    average = "momentum" if framed else "average"
+    shapes[average] = block_shape
+    if second:
+        shapes["second"] = block_shape
+    return shapes, average
+
+
 @dataclass
 class Bucket:
     """Stacked blocks. `buffers` hold the state, [K, ...] each."""
@@ -119,19 +133,8 @@ class Bucket:
         self.starts = [0]
         for layout in self.layouts:
             self.starts.append(self.starts[-1] + layout.num_blocks)
-        shapes: dict[str, tuple[int, ...]] = {**self.left.shapes(), **self.right.shapes()}
-        framed = second or any(side.has_frame for side in self.sides)
-        self.average = "momentum" if framed else "average"
-        shapes[self.average] = self.block_shape
-        if second:
-            shapes["second"] = self.block_shape
+        shapes, self.average = state_shapes(self.sides, self.block_shape, second=second)
         for p in self.params:
-            foreign = [w for w in state[p] if w not in shapes and w != "step"]
-            if foreign:
-                raise UserError(
-                    f"the saved optimiser state holds {foreign[0]!r}, which this root or kind of "
-                    "side does not use; continue with the settings it was saved with"
-                )
             state[p].setdefault("step", torch.zeros((), dtype=torch.float32))
         for what, shape in shapes.items():
             dtype = momentum_dtype if what == self.average else torch.float32
@@ -141,12 +144,6 @@ class Bucket:
             for i, p in enumerate(self.params):
                 piece = stacked[self.starts[i] : self.starts[i + 1]]
                 old = state[p].get(what)
-                if old is not None and old.shape != piece.shape:
-                    raise UserError(
-                        f"the saved state {what!r} of a parameter is {tuple(old.shape)}, but "
-                        f"{tuple(piece.shape)} is needed; use the block_size and packed it was "
-                        "saved with"
-                    )
                 if old is not None:
                     piece.copy_(old)
                 state[p][what] = piece

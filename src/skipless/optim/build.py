@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from skipless.config import OptimizerRecipe
+from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer
 from skipless.optim.muon import Muon
 from skipless.optim.whitening import KLSOAP, SOAP, KLShampoo, Shampoo, Whitening
@@ -15,6 +16,8 @@ from skipless.optim.whitening import KLSOAP, SOAP, KLShampoo, Shampoo, Whitening
 
 class AdamW(RoleOptimizer):
     """AdamW for everything, with the same routing: gains apart, decay by role."""
+
+    without = ("block_size", "split")
 
     def __init__(
         self,
@@ -26,6 +29,7 @@ class AdamW(RoleOptimizer):
         weight_decay: float = 0.01,
         **routing: Any,
     ) -> None:
+        checking.no_unknown(self, routing)
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **routing)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.errors import check_choice
+from skipless.errors import UserError, check_choice
 from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer, Sink
 from skipless.optim.blocks import Layout
@@ -65,8 +65,10 @@ def orthogonalize(
     table = COEFFICIENTS[coefficients]
     if dtype is None:
         dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    if not x.numel():
+        return x
     tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
+    y = _lifted(x.mT if tall else x)
     # Polar Express wants a little room below 1, since rounding pushes norms above it.
     room = 1.01 if coefficients == "polar_express" else 1.0
     norm = y.float().square().sum((-2, -1), keepdim=True).sqrt().mul(room).clamp(min=1e-30)
@@ -80,6 +82,17 @@ def orthogonalize(
     return y.to(x.dtype)
 
 
+def _lifted(x: Tensor) -> Tensor:
+    """x, times a power of two where its squares would underflow: the direction is all that counts.
+
+    Half precision is left alone: its smallest number has a square in float32.
+    """
+    if x.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        return x
+    tiny = x.abs().amax((-2, -1), keepdim=True) < 2.0**-50
+    return torch.where(tiny, x * 2.0**90, x)
+
+
 class Muon(RoleOptimizer):
     """Muon for hidden matrices and kernels, AdamW for the rest, in one optimiser.
 
@@ -89,6 +102,7 @@ class Muon(RoleOptimizer):
     """
 
     algorithm = "muon"
+    without = ("block_size",)
 
     def __init__(
         self,
@@ -104,8 +118,12 @@ class Muon(RoleOptimizer):
         dtype: torch.dtype | None = None,
         **routing: Any,
     ) -> None:
+        checking.no_unknown(self, routing)
         check_choice("scale", scale, SCALES)
         check_choice("coefficients", coefficients, (*COEFFICIENTS, "svd"))
+        checking.either("nesterov", nesterov)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise UserError(f"dtype is {dtype!r}; torch.float32 or torch.bfloat16 was expected")
         checking.decay("momentum", momentum)
         checking.at_least_one("steps", steps)
         self._settings = {"steps": steps, "coefficients": coefficients, "dtype": dtype}
@@ -117,6 +135,14 @@ class Muon(RoleOptimizer):
     def _describe_one(self, p: Tensor, group: dict[str, Any]) -> str:
         lay = self._layout(p, group)
         return f"{lay.stack} of {lay.m} x {lay.n}, scale {group['scale']}"
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_choice("scale of a parameter group", group.get("scale", "rms"), SCALES)
+        checking.either("nesterov of a parameter group", group.get("nesterov", True))
+
+    def _matrix_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        return {"momentum": tuple(p.shape)}
 
     def _prepare(self, group: dict[str, Any], p: Tensor, g: Tensor) -> Tensor:
         """Momentum, elementwise (on each rank's own piece); returns what is orthogonalised."""

@@ -5,6 +5,7 @@ The slow yardstick for whitening.py's fast path, and the mode for literal reprod
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ def reference_update(
     updates from the first call on and bias-corrects the momentum.
     """
     shape = grad.shape
-    g = grad.float().reshape(-1, shape[-1]) if grad.ndim != 4 else grad.float().flatten(1)
-    m, n = g.shape
+    m, n = _matrix(shape)
+    g = grad.float().reshape(m, n)
     b1, b2 = group["betas"]
     if not state:
         state["step"] = torch.zeros(())
@@ -57,6 +58,21 @@ def reference_update(
         state["left_basis"] = torch.linalg.qr(state["left"] @ q_l).Q
         state["right_basis"] = torch.linalg.qr(state["right"] @ q_r).Q
     return update.reshape(shape)
+
+
+def reference_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """State of a matrix of `shape`, apart from its step count."""
+    m, n = _matrix(shape)
+    return {
+        "left": (m, m), "right": (n, n), "left_basis": (m, m), "right_basis": (n, n),
+        "left_eigenvalues": (m,), "right_eigenvalues": (n,), "momentum": (m, n),
+    }  # fmt: skip
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) == 4:
+        return shape[0], math.prod(shape[1:])
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def _start(state: dict[str, Any], g: Tensor, b2: float, start: str) -> None:

@@ -38,10 +38,11 @@ def update_adamw(
         master = weight if weight.dtype == torch.float32 else weight.float()
         row = (master, gradient.to(master.dtype), local(state["exp_avg"]),
                local(state["exp_avg_sq"]), state["step"], weight)  # fmt: skip
-        lists.setdefault((master.device,), []).append(row)
-    for (device,), rows in lists.items():
+        # Fused kernels walk through memory: entries must lie alike in all four.
+        fused = master.device.type in ("cpu", "cuda") and _lie_alike(*row[:4])
+        lists.setdefault((master.device, fused), []).append(row)
+    for (_, fused), rows in lists.items():
         masters, grads, first, second, steps, weights = map(list, zip(*rows, strict=True))
-        fused = device.type in ("cpu", "cuda")
         adamw(
             masters, grads, first, second, [], steps,
             foreach=not fused, capturable=False, differentiable=False, fused=fused,
@@ -52,3 +53,14 @@ def update_adamw(
         for master, weight in zip(masters, weights, strict=True):
             if master is not weight:
                 weight.copy_(master)
+
+
+def _lie_alike(*tensors: Tensor) -> bool:
+    """Whether tensors of one shape are dense and have their entries in the same order."""
+    first = tensors[0]
+    if all(x.is_contiguous() for x in tensors):
+        return True
+    order = sorted(range(first.ndim), key=first.stride, reverse=True)
+    return first.permute(order).is_contiguous() and all(
+        x.stride() == first.stride() for x in tensors
+    )

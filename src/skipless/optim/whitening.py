@@ -63,9 +63,9 @@ from torch import Tensor, nn
 from skipless.errors import UserError, check_choice
 from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer, Sink
-from skipless.optim.buckets import Bucket, SideChoice
+from skipless.optim.buckets import Bucket, SideChoice, state_shapes
 from skipless.optim.engine import refresh, rms_scale, step_bucket
-from skipless.optim.reference import reference_update
+from skipless.optim.reference import reference_shapes, reference_update
 from skipless.optim.roots import full_precision
 from skipless.sharded import local
 
@@ -125,6 +125,10 @@ class Whitening(RoleOptimizer):
         packed: bool = False,
         **routing: Any,
     ) -> None:
+        checking.no_unknown(self, routing)
+        for what, value in (("reference", reference), ("one_sided", one_sided),
+                            ("packed", packed)):  # fmt: skip
+            checking.either(what, value)
         check_choice("root", root, ROOTS)
         check_choice("wide", wide, ("diagonal", "low_rank", "identity"))
         start = start or ("published" if reference else "gradient")
@@ -144,11 +148,8 @@ class Whitening(RoleOptimizer):
         for what, value in (("refresh_every", refresh_every), ("max_side", max_side),
                             ("rank", rank)):  # fmt: skip
             checking.at_least_one(what, value)
-        if update_rms is not None:
-            checking.from_zero("update_rms", update_rms)
-            if update_rms == 0:
-                raise UserError("update_rms is 0, so nothing would move; give a size, or None")
-        if not (isinstance(momentum_dtype, torch.dtype) and momentum_dtype.is_floating_point):
+        _check_size("update_rms", update_rms)
+        if momentum_dtype not in (torch.float32, torch.bfloat16):
             raise UserError(
                 f"momentum_dtype is {momentum_dtype}; torch.float32 or torch.bfloat16 was expected"
             )
@@ -170,6 +171,22 @@ class Whitening(RoleOptimizer):
             extra={"refresh_every": refresh_every, "update_rms": update_rms},
             **routing,
         )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        checking.at_least_one("refresh_every of a parameter group", group.get("refresh_every", 1))
+        _check_size("update_rms of a parameter group", group.get("update_rms"))
+
+    def _matrix_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        layout = self._layout(p, group)
+        if self._reference:
+            return reference_shapes(layout.shape)
+        sides = self._choice(p).sides(*layout.block_shape)
+        shapes, _ = state_shapes(sides, layout.block_shape, second=self.tail == "adam")
+        return {what: (layout.num_blocks, *shape) for what, shape in shapes.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_buckets": {}}
 
     def _state_replaced(self) -> None:
         self._buckets = {}
@@ -208,7 +225,8 @@ class Whitening(RoleOptimizer):
         """Buckets that hold every parameter with state or a gradient; rebuilt when one is new."""
         key = id(group["params"])
         buckets = self._buckets.get(key)
-        if buckets is not None and ready <= {p for b in buckets for p in b.params}:
+        known = {p for b in buckets or () for p in b.params if "step" in self.state[p]}
+        if buckets is not None and ready <= known:  # cleared state counts as none
             return buckets
         shapes: dict[tuple, Bucket] = {}
         for p in group["params"]:
@@ -264,6 +282,14 @@ class Whitening(RoleOptimizer):
                     bucket, mine, self.state, group, sink, factors=self.factors, tail=self.tail
                 )
                 refresh(bucket, steps, group, factors=self.factors, exact=self._root == "eigh")
+
+
+def _check_size(what: str, value: float | None) -> None:
+    """A root mean square to rescale updates to, or None."""
+    if value is not None:
+        checking.from_zero(what, value)
+        if value == 0:
+            raise UserError(f"{what} is 0, so nothing would move; give a size, or None")
 
 
 class KLShampoo(Whitening):
