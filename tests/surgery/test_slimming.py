@@ -8,6 +8,7 @@ import torch
 
 from skipless.cli import main
 from skipless.config import ConnectionConfig
+from skipless.errors import UserError
 from skipless.evaluate import loss
 from skipless.jsonable import override
 from skipless.measure import evaluate_run, held_out_batches, quantize_run
@@ -119,6 +120,55 @@ def test_single_sublayers_of_a_folder_leave_a_patched_model_that_folds(
     assert len(connections(load(tmp_path / "small"))) == 6
     assert main(["fold", str(tmp_path / "small"), *common, "--out", str(tmp_path / "one")]) == 0
     assert "weights of 0 for: model.layers.1.attention_connection" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["bert", "vit", "clip", "whisper"])
+def test_a_model_without_a_next_token_folds_unmeasured_and_is_not_pruned(
+    family, tiny, rezero, text_file, cache, tmp_path, capsys
+):
+    import transformers
+
+    model = tiny.build(family)
+    model.save_pretrained(tmp_path / "plain")
+    patch(model, ConnectionConfig(kind="rezero", init=0.5)).save_pretrained(tmp_path / "patched")
+    tokenizer = load_run(rezero).data.tokenizer_path.read_text()
+    for name in ("plain", "patched"):
+        (tmp_path / name / "tokenizer.json").write_text(tokenizer)
+    text = ["--text", str(text_file), "--num-tokens", "64", "--out", str(tmp_path / "no")]
+    for command in ("prune", "convert"):
+        arguments = text if command == "prune" else [*text[:2], *text[4:]]
+        assert main([command, str(tmp_path / "plain"), *arguments]) == 2
+        assert "predicts no next token" in capsys.readouterr().err
+    reason = "token that it would have to predict" if family == "bert" else "no next token"
+    for command in ("prune", "fold"):
+        assert main([command, str(tmp_path / "patched"), *text]) == 2
+        assert reason in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert main(["fold", str(tmp_path / "patched"), "--out", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"no held-out loss: {type(tiny.build(family)).__name__}" in said and reason in said
+    stock = getattr(transformers, type(tiny.build(family)).__name__)
+    batch = tiny.inputs(family)
+    with torch.no_grad():
+        got = tiny.logits(stock.from_pretrained(tmp_path / "out").eval(), batch)
+        expected = tiny.logits(model.eval(), batch)
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_a_decoder_predicts_and_a_head_that_is_missing_is_told(tiny, tmp_path):
+    from skipless.surgery.language_models import load_language_model, no_next_token
+
+    for family in ("llama", "gpt2", "mixtral"):
+        assert no_next_token(tiny.build(family)) == ""
+    assert "predicts no next token" in no_next_token(tiny.build("llama").model)
+    tiny.build("llama").model.save_pretrained(tmp_path / "body")
+    with pytest.raises(UserError, match="LlamaModel predicts no next token, as LlamaForCausalLM"):
+        load_language_model(tmp_path / "body")
+    config = json.loads((tmp_path / "body" / "config.json").read_text())
+    del config["architectures"]
+    (tmp_path / "body" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="lacks the weight lm_head.weight"):
+        load_language_model(tmp_path / "body")
 
 
 def test_what_cannot_be_is_one_sentence_and_leaves_nothing(

@@ -95,7 +95,7 @@ def fold(
 
     A run, or a patched Hugging Face model, becomes a folder that stock transformers loads, with
     the same logits: they are compared after reading it back. Weight ranges widen, so the loss
-    under simulated integers is measured before and after.
+    under simulated integers is measured before and after, of models that predict the next token.
 
     For example: skipless fold runs/pruned --out runs/plain
 
@@ -116,11 +116,14 @@ def fold(
             "path": str(done.path), "model": done.model, "folded": folded.folded,
             "kept": folded.kept, "zeroed": folded.zeroed, "difference": folded.difference,
             "losses": {n: {"before": b, "after": a} for n, (b, a) in done.losses.items()},
+            "unmeasured": done.unmeasured,
         })  # fmt: skip
         return
     print(folded.describe())
     for name, (before, after) in done.losses.items():
         print(f"  {name:<14}  held-out loss {before:.5f} -> {after:.5f} ({after - before:+.5f})")
+    if done.unmeasured:
+        print(f"no held-out loss: {done.unmeasured}")
     print(f"{done.path}  ({done.model}; stock transformers reads it)")
 
 

@@ -6,14 +6,11 @@ documents (`skipless.data`). `convert` does the work.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from skipless.config import DataConfig
 from skipless.data import Loader, PreparedData, evaluation_batches, prepare
@@ -24,6 +21,7 @@ from skipless.surgery.conversion import Conversion, ConversionConfig, Untrained
 from skipless.surgery.converting import convert
 from skipless.surgery.converting_inputs import check_folder
 from skipless.surgery.folders import find_folder
+from skipless.surgery.language_models import load_language_model, read_model_type
 from skipless.surgery.saving import MODEL_TYPE
 from skipless.surgery.skips import untrained_curves
 from skipless.train.distributed import choose_device
@@ -123,30 +121,12 @@ def measure_untrained(
 
 
 def _load(folder: Path) -> Any:
-    file = folder / "config.json"
-    try:
-        kind = json.loads(file.read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder} holds no config.json of a Hugging Face model") from None
-    if kind == MODEL_TYPE:
+    if read_model_type(folder) == MODEL_TYPE:
         raise UserError(
             f"{folder} is patched or converted already; in Python, skipless.surgery.load and "
             "convert(..., teacher=the original) go on with other sites"
         )
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "transformers is not installed; install it with `pip install -e '.[hf]'`"
-        ) from None
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{folder} is no causal language model that can be loaded: {reason}"
-        ) from None
+    return load_language_model(folder)
 
 
 def _prepare(folder: Path, text: tuple[str, ...], vocab_size: int) -> PreparedData:

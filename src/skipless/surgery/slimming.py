@@ -29,8 +29,9 @@ from skipless.model import Transformer
 from skipless.pretrained import HEADER
 from skipless.rundir import CONFIG, WEIGHTS, RunDir, atomic_path
 from skipless.surgery.dropping import has_absent
-from skipless.surgery.folders import find_folder
+from skipless.surgery.folders import find_folder, sample_batch
 from skipless.surgery.folding import LIMIT, Folded, difference, fold, sample_inputs
+from skipless.surgery.language_models import load_language_model, no_next_token, read_model_type
 from skipless.surgery.loading import load
 from skipless.surgery.patching import patch, unpatch
 from skipless.surgery.pruning import Pruned, prune
@@ -76,7 +77,10 @@ class FoldedFolder:
     model: str
     """Class of the model."""
     losses: dict[str, tuple[float, float]]
-    """Held-out nats before and after folding: of "full precision" and of every scheme."""
+    """Held-out nats before and after folding: of "full precision" and of every scheme; none where
+    nothing was measured."""
+    unmeasured: str = ""
+    """Why not: a model that predicts no next token, or one without a tokenizer."""
 
 
 def prune_folder(
@@ -129,26 +133,43 @@ def fold_folder(
     `out` that holds something.
     """
     target = _free(out)
-    source = _open(model, text, num_tokens)
-    with _quiet():
-        if isinstance(source.model, Transformer):
+    folder = _find(model, num_tokens)
+    unmeasured, inputs = "", None
+    if _is_run(folder):
+        source = _open_run(folder, text, num_tokens)
+        with _quiet():
             folded = fold_to_stock(source.model, norm_gains=norm_gains)
-        else:
-            folded = fold(source.model, norm_gains=norm_gains)
+    else:
+        loaded = _load_patched(folder)
+        one = sample_batch(loaded)  # and reversed, since a single similarity of CLIP may be near 0
+        inputs = {name: torch.cat([value, value.flip(-1)]) for name, value in one.items()}
+        with _quiet():
+            folded = fold(loaded, inputs, norm_gains=norm_gains)  # refused before a text is read
+        unmeasured = no_next_token(loaded)
+        if not unmeasured and not text and not (folder / "tokenizer.json").is_file():
+            unmeasured = f"{folder} holds no tokenizer.json"
+        if unmeasured and text:
+            raise UserError(f"--text measures the loss of the next token, and {unmeasured}; leave "
+                            "it out")  # fmt: skip
+        source = (
+            _Source(model=loaded, chosen_on=[], held_out=[], loss=_language_loss, folder=folder)
+            if unmeasured
+            else _with_text(folder, loaded, text, num_tokens)
+        )
     plain: Any = folded.model
-    losses = _losses(source, source.model), _losses(source, plain)
+    losses = [{} if unmeasured else _losses(source, each) for each in (source.model, plain)]
     with atomic_path(target) as temporary:
         plain.save_pretrained(temporary)
         source.copy_tokenizer(temporary)
         again = type(plain).from_pretrained(temporary).eval()
-        found = difference(source.model, again, sample_inputs(source.model, None))
+        found = difference(source.model, again, sample_inputs(source.model, inputs))
         if not found < LIMIT:
             raise UserError(
                 f"the model read back from {target} differs by {found:.2g} of the largest logit, "
                 f"and {LIMIT:g} is the limit; nothing was written"
             )
     return FoldedFolder(
-        path=target, model=type(plain).__name__,
+        path=target, model=type(plain).__name__, unmeasured=unmeasured,
         folded=Folded(model=again, difference=found, folded=folded.folded, kept=folded.kept,
                       zeroed=folded.zeroed),
         losses={name: (losses[0][name], losses[1][name]) for name in losses[0]},
@@ -181,12 +202,24 @@ class _Source:
 
 
 def _open(model: str, text: Sequence[str], num_tokens: int) -> _Source:
+    folder = _find(model, num_tokens)
+    opened = _open_run if _is_run(folder) else _open_model
+    return opened(folder, text, num_tokens)
+
+
+def _find(model: str, num_tokens: int) -> Path:
     if num_tokens < 1:
         raise UserError(f"num_tokens is {num_tokens}; at least 1 was expected")
-    folder = find_folder(model)
-    return _open_run(folder, text, num_tokens) if _is_run(folder) else _open_model(
-        folder, text or (TEXT,), num_tokens
-    )  # fmt: skip
+    return find_folder(model)
+
+
+def _load_patched(folder: Path) -> Any:
+    if read_model_type(folder) != MODEL_TYPE:
+        raise UserError(
+            f"{folder} is not patched, so there is no gain to fold; fold takes runs and what "
+            "`skipless patch` wrote"
+        )
+    return load(folder)
 
 
 def _is_run(folder: Path) -> bool:
@@ -220,10 +253,19 @@ def _open_run(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
 
 
 def _open_model(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
-    model = _load(folder)
+    patched = read_model_type(folder) == MODEL_TYPE
+    model = load(folder) if patched else load_language_model(folder)
+    reason = no_next_token(model) if patched else ""
+    if reason:
+        raise UserError(f"{folder}: {reason}, so no loss tells what it needs; in Python, prune "
+                        "takes loss=")  # fmt: skip
+    return _with_text(folder, model, text, num_tokens)
+
+
+def _with_text(folder: Path, model: Any, text: Sequence[str], num_tokens: int) -> _Source:
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder} holds no tokenizer.json; save the model's fast tokenizer there")
-    data = _prepare(text, folder / "tokenizer.json", model.config.vocab_size)
+    data = _prepare(text or (TEXT,), folder / "tokenizer.json", model.config.vocab_size)
     length = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, LONGEST)
     chosen, held_out = (
         evaluation_batches(shard, min(length, shard.num_tokens - 1), BATCH_SIZE, num_tokens)
@@ -232,26 +274,6 @@ def _open_model(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
     return _Source(
         model=model, chosen_on=chosen, held_out=held_out, loss=_language_loss, folder=folder
     )
-
-
-def _load(folder: Path) -> Any:
-    kind = json.loads((folder / CONFIG).read_text())["model_type"]
-    if kind == MODEL_TYPE:
-        return load(folder)
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "transformers is not installed; install it with `pip install -e '.[hf]'`"
-        ) from None
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{folder} is no causal language model that can be loaded: {reason}"
-        ) from None
 
 
 def _prepare(text: Sequence[str], tokenizer: Path, vocab_size: int) -> PreparedData:

@@ -1,0 +1,116 @@
+"""The causal language model of a Hugging Face folder, for the commands that measure its loss.
+
+transformers loads a masked language model as a causal one without a word, and draws a head that the
+folder lacks anew; a loss per token would be a number about nothing. Here both are refused. Read by
+`slimming.py` and `converting_text.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from skipless.errors import UserError
+
+__all__ = ["load_language_model", "no_next_token", "read_model_type"]
+
+
+def read_model_type(folder: Path) -> str:
+    """`model_type` of the folder's config.json. Raises UserError where there is none."""
+    try:
+        return json.loads((folder / "config.json").read_text())["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder} holds no config.json of a Hugging Face model") from None
+
+
+def load_language_model(folder: Path) -> Any:
+    """The unpatched causal language model of `folder`, in fp32 and eval mode.
+
+    Raises UserError for a class without a head for the next token, for weights that are missing,
+    and for a model whose tokens see later ones.
+    """
+    try:
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        raise UserError(
+            "transformers is not installed; install it with `pip install -e '.[hf]'`"
+        ) from None
+    transformers.utils.logging.disable_progress_bar()
+    name = _class_name(folder)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(read_model_type(folder))
+    if causal is None:
+        raise UserError(_refusal(folder, f"{name or 'it'} predicts no next token"))
+    if name not in ("", *([causal] if isinstance(causal, str) else causal)):
+        raise UserError(_refusal(folder, f"{name} predicts no next token, as {causal} does"))
+    loader = transformers.AutoModelForCausalLM
+    try:
+        model, report = loader.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{folder} is no causal language model that can be loaded: {reason}"
+        ) from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UserError(_refusal(
+            folder, f"as a {type(model).__name__} it lacks the weight {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+        ))  # fmt: skip
+    model.eval()
+    reason = no_next_token(model)
+    if reason:
+        raise UserError(_refusal(folder, reason))
+    return model
+
+
+@torch.no_grad()
+def no_next_token(model: Any) -> str:
+    """Why a loss of the next token says nothing about `model`; "" where it does.
+
+    Decided by what it computes: its logits are one row a token id, as wide as the vocabulary, and
+    another last token changes no earlier row (to 1e-4 of the largest logit).
+    """
+    name = type(model).__name__
+    config = model.config
+    if model.main_input_name != "input_ids" or getattr(config, "is_encoder_decoder", False):
+        return f"{name} predicts no next token"
+    size = getattr(config, "vocab_size", None)
+    if size is None:  # two towers, of which none writes
+        return f"{name} predicts no next token"
+    ids = torch.arange(min(size, 8), device=_device(model))[None]
+    other = ids.clone()
+    other[:, -1] = 0
+    rows = [getattr(model(input_ids=x), "logits", None) for x in (ids, other)]
+    if any(row is None or row.shape[:2] != ids.shape or row.shape[-1] < size for row in rows):
+        return f"{name} predicts no next token"
+    change = (rows[0][:, :-1] - rows[1][:, :-1]).abs().max()
+    if not change <= 1e-4 * rows[0].abs().max():
+        return f"{name} sees the token that it would have to predict"
+    return ""
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _class_name(folder: Path) -> str:
+    """What the config names; "" where it names none."""
+    config = json.loads((folder / "config.json").read_text())
+    return (config.get("architectures") or [""])[0]
+
+
+def _refusal(folder: Path, reason: str) -> str:
+    return (
+        f"{folder} is no causal language model: {reason}; in Python, prune and convert take other "
+        "models with loss="
+    )
