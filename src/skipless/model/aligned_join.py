@@ -201,19 +201,19 @@ def _diagonal(x: Tensor, e: Tensor, part: Join, carried: Tensor | None):
     carried = running_sums_(sums.flatten(0, 2), carried)[:, -1].clone()
     mean, variance = sums.div_(num)
     variance = variance.sub_(mean.square()).clamp_(min=0).to(x.dtype)
-    mean = mean.to(x.dtype)
+    wide, mean = mean, mean.to(x.dtype)
     common = ((1 - trust) / 2) * (variance[0] + variance[1]) + EPS
     top, bottom = torch.addcmul(common, variance, trust)
     ratio = (top / bottom).sqrt_()
     centred = torch.addcmul(e, mean[1], trust, value=-1)
     aligned = (mean[0] * trust).addcmul_(centred, ratio)
-    return aligned, carried, (z, mean, ratio, top, bottom, centred)
+    return aligned, carried, (z, wide, ratio, top, bottom, centred)
 
 
 def _diagonal_backward(grad: Tensor, part: Join, inside: tuple, later: Tensor | None):
     """Through the ratio r = sqrt(p / q): dr = r / 2 (dp / p - dq / q); through the moments, with n
     and m of token t: dz_s = sum_{t>=s} (dm_t - 2 m_t dv_t) / n_t + 2 z_s sum_{t>=s} dv_t / n_t."""
-    (fx, fe, num, trust), (z, mean, ratio, top, bottom, centred) = _counted(part), inside
+    (fx, fe, num, trust), (z, wide, ratio, top, bottom, centred) = _counted(part), inside
     to_e = grad * ratio
     half = centred.mul_(to_e).div_(2)
     to_variance = torch.stack((half / top, half.neg_() / bottom))
@@ -221,9 +221,10 @@ def _diagonal_backward(grad: Tensor, part: Join, inside: tuple, later: Tensor | 
     to_variance.mul_(trust).add_(common).div_(num)
     by_trust = trust / num
     to_mean = torch.stack((grad * by_trust, to_e * -by_trust))
-    to_mean.addcmul_(mean, to_variance, value=-2)
     asked = z.new_empty((2, *z.shape))
     asked[0], asked[1] = to_mean, to_variance
+    # in wide numbers: where few tokens have no variance yet, dv is some 1 / EPS, and 2 z dv cancels
+    asked[0].addcmul_(wide, asked[1], value=-2)
     later = suffix_sums_(asked.flatten(0, 2), later)[:, 0].clone()
     by_mean, by_variance = asked
     to_z = by_mean.addcmul_(z, by_variance, value=2).to(grad.dtype)

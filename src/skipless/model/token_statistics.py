@@ -132,8 +132,9 @@ class _PrefixMoments(torch.autograd.Function):
         last = (sums[:, -1].clone(), squares[:, -1].clone())
         mean = sums.div_(num)
         variance = squares.div_(num).sub_(mean.square()).clamp_(min=0).to(x.dtype)
-        shown = (mean if shift is None else mean + shift).to(x.dtype)
-        ctx.save_for_backward(x, mask, num, shift, shown)
+        wide_mean = mean if shift is None else mean + shift
+        shown = wide_mean.to(x.dtype)
+        ctx.save_for_backward(x, mask, num, shift, wide_mean)  # rounded, it would not cancel
         ctx.wide = wide
         ctx.mark_non_differentiable(*last)
         return shown, variance, *last
@@ -144,7 +145,7 @@ class _PrefixMoments(torch.autograd.Function):
         x, mask, num, shift, mean = ctx.saved_tensors
         # from here on around the prefix means themselves: x - mean is what counts
         by_variance = grad_variance.to(ctx.wide) / num
-        by_mean = grad_mean.to(ctx.wide) / num - 2 * mean.to(ctx.wide) * by_variance
+        by_mean = grad_mean.to(ctx.wide) / num - 2 * mean * by_variance
         grad = _suffix_sums(by_mean) + 2 * x.to(ctx.wide) * _suffix_sums(by_variance)
         return (grad * mask).to(x.dtype), None, None, None, None, None
 
