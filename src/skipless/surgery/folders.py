@@ -6,7 +6,6 @@ sample (random tokens, image or sound, seed 0), and written with its tokenizer b
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.pretrained import HEADER, MODELS, fetch_model
-from skipless.rundir import atomic_path
+from skipless.surgery.outputs import free_folder, written_folder
 from skipless.surgery.patching import kinds, patch
+from skipless.surgery.reading import model_type, read_model
 from skipless.surgery.records import connections
 from skipless.surgery.saving import MODEL_TYPE, save_pretrained
 
@@ -61,20 +60,21 @@ def patch_folder(
     Empty `sites`, `layers`, `stacks` mean all. Raises UserError as `patch` does, for an `out` that
     exists, for a folder that is no model or patched already.
     """
-    target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; name a folder that does not")
+    target = free_folder(out)
     check_choice("connection kind", connection, kinds())  # before anything large is read
     source = find_folder(model)
     loaded = _load(source)
     batch = sample_batch(loaded)
     before = _output(loaded, batch)
     if not bool(before.isfinite().all()):
-        raise UserError(f"{source} computes no numbers{_where(loaded)}; get its weights anew")
+        raise UserError(
+            f"{source} computes no numbers but NaN or infinity on a random sample; get its weights "
+            "anew"
+        )
     chosen = {"sites": sites, "layers": layers, "stacks": stacks}
     patch(loaded, connection, **{name: value for name, value in chosen.items() if value})
     after = _output(loaded, batch)
-    with atomic_path(target) as temporary:
+    with written_folder(target) as temporary:
         save_pretrained(loaded, temporary)
         for file in source.iterdir():  # tokenizer, processor; not what was written anew
             copied = file.is_file() and not file.name.endswith((*_WEIGHTS, HEADER))
@@ -108,43 +108,11 @@ def find_folder(model: str) -> Path:
 
 
 def _load(path: Path) -> Any:
-    file = path / "config.json"
-    if not file.is_file():
-        raise UserError(f"{path} holds no config.json; name the folder of a Hugging Face model")
-    try:
-        config = json.loads(file.read_text())
-        name = (config.get("architectures") or ["AutoModel"])[0]
-        kind = config["model_type"]
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise UserError(f"{file} is no config of a Hugging Face model") from None
-    if kind == MODEL_TYPE:
+    if model_type(path) == MODEL_TYPE:
         raise UserError(
             f"{path} is patched already; load it with skipless.surgery.load to change the patch"
         )
-    try:
-        import transformers
-    except ImportError:
-        raise UserError(
-            "transformers is not installed; install it with `pip install -e '.[hf]'`"
-        ) from None
-    transformers.utils.logging.disable_progress_bar()
-    cls = getattr(transformers, name, None)
-    if cls is None:
-        raise UserError(f"{path} holds a {name}, which this version of transformers does not have")
-    try:
-        return cls.from_pretrained(path).eval()
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path} cannot be loaded as {name}: {reason}") from None
-
-
-def _where(model: nn.Module) -> str:
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.isfinite().all()):
-            return f": {name} holds NaN or infinity"
-    return " but NaN or infinity on a random sample"
+    return read_model(path)
 
 
 def sample_batch(model: Any) -> dict[str, Tensor]:

@@ -1,0 +1,115 @@
+"""Folders that `patch`, `prune` and `fold` write: whole or not there.
+
+What is written goes to a temporary folder on the same disk and is renamed at the end. The temporary
+one is locked while it is written, so that the next command knows those of killed processes and
+removes them. A folder that exists and is empty (it may be a mount or the working directory) stays
+the one it is and is filled, config.json last; a link stays a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from skipless.errors import UserError
+from skipless.locking import try_lock
+
+__all__ = ["free_folder", "written_folder"]
+
+_PREFIX, _SUFFIX = ".skipless-", ".tmp"
+
+
+def free_folder(out: str | os.PathLike) -> Path:
+    """`out` as a path that is free to be written: missing, or an empty folder.
+
+    Raises UserError for one that holds something, is a file, or that no disk can hold.
+    """
+    path = Path(out)
+    if "\0" in str(path):  # which `exists` takes for a path that is free
+        raise UserError(f"{str(path)!r} holds a null byte, as no path can; name another folder")
+    try:
+        taken = path.exists() and (
+            not path.is_dir() or any(not _is_ours(entry) for entry in path.iterdir())
+        )
+    except (OSError, ValueError) as error:  # too long, not ours to read
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot write {path}: {reason}; name another folder") from None
+    if taken:
+        raise UserError(f"{path} exists already; name a folder that does not")
+    return path
+
+
+@contextlib.contextmanager
+def written_folder(out: str | os.PathLike) -> Iterator[Path]:
+    """Yield an empty temporary folder, which becomes `out` when the block succeeds.
+
+    On any exception it is removed and `out` stays as it was. Raises UserError when the disk
+    refuses, or when another process wrote `out` meanwhile.
+    """
+    path = Path(out)
+    temporary = handle = None
+    try:
+        target = Path(os.path.realpath(path))
+        inside = target.is_dir()
+        parent = target if inside else target.parent
+        parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(parent)
+        temporary = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}{_SUFFIX}"
+        temporary.mkdir()
+        handle = _hold(temporary)
+        made = temporary / "new"  # savers lock the folder that they write, so it is another one
+        made.mkdir()
+        yield made
+        free_folder(target)
+        if inside:
+            _fill(target, made)
+        else:
+            os.rename(made, target)  # refuses a folder that holds something
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"cannot write {path}: {reason}; nothing was written, so free space, fix the "
+            "permission or name another folder"
+        ) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _fill(target: Path, made: Path) -> None:
+    """Move everything into the folder; config.json comes last, without it nothing is read."""
+    for entry in sorted(made.iterdir(), key=lambda file: file.name == "config.json"):
+        os.rename(entry, target / entry.name)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)
+
+
+def _hold(folder: Path) -> int | None:
+    """A locked handle of the folder; None where folders cannot be opened (Windows)."""
+    if os.name == "nt":
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    if try_lock(handle):
+        return handle
+    os.close(handle)
+    return None
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Remove temporary folders whose process was killed: those that nobody holds."""
+    for leftover in filter(_is_ours, parent.iterdir()):
+        with contextlib.suppress(OSError):
+            handle = _hold(leftover)
+            if handle is not None:
+                shutil.rmtree(leftover, ignore_errors=True)
+                os.close(handle)
