@@ -335,6 +335,32 @@ def test_mistakes_are_one_sentence(trained, tiny, tmp_path):
         convert(model, batches(), HELD_OUT, SHORT, folder=tmp_path / "taken")
 
 
+def test_a_loss_that_fell_is_drawn_below_zero(tmp_path, monkeypatch):
+    """A logarithmic axis has no place for it, and must not show it as an increase."""
+    from matplotlib.axes import Axes
+
+    from skipless.report.conversion import draw_untrained
+
+    drawn = []
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: drawn.append(a) or plot(self, *a, **k))
+    rows = [{"share": 0.0, "loss": 5.0, "increase": 0.0},
+            {"share": 0.5, "loss": 4.9, "increase": -0.1}]  # fmt: skip
+    draw_untrained({"mlp": rows}, tmp_path / "curve.png")
+    assert [list(ys) for _, ys in drawn] == [[5.0, 4.9], [0.0, -0.1]]
+
+
+def test_sequences_are_as_long_as_the_model_sees(tiny, tmp_path):
+    from skipless.surgery.converting_text import TextSource
+
+    for family, length in (("llama", 32), ("gpt2", 32)):
+        tiny.build(family).save_pretrained(tmp_path / family)
+        assert TextSource(model=str(tmp_path / family), text=("sotu",)).length == length
+    assert (
+        TextSource(model="x", text=("sotu",), sequence_length=7).to_dict()["sequence_length"] == 7
+    )
+
+
 def test_the_command(tiny, text_file, cache, tmp_path, capsys):
     from skipless.data import train_tokenizer
 
@@ -351,6 +377,8 @@ def test_the_command(tiny, text_file, cache, tmp_path, capsys):
     assert main(train) == 0
     said = capsys.readouterr().out
     assert "1 of 4" in said and "2 of 4" in said and "unconverted" in said and str(out) in said
+    row = json.loads((out / "convert.json").read_text())["stages"][0]
+    assert f"{row['increase']:+.4f} ± {row['standard_error']:.4f}" in said
     assert {"convert.json", "convert.png", "config.json", "tokenizer.json"} <= set(os.listdir(out))
     assert len(connections(load(out))) == 2
     for arguments, sentence in [

@@ -35,7 +35,8 @@ def test_the_command_prints_places_and_change(tiny, tmp_path, capsys):
     arguments = ["patch", plain, "--connection", "none", "--sites", "mlp", "--layers", "1"]
     assert main([*arguments, "--out", new]) == 0
     said = capsys.readouterr().out
-    assert "LlamaForCausalLM: 1 connections, 0 new parameters" in said
+    assert "LlamaForCausalLM: 1 skip removed, 0 new parameters" in said
+    assert "`skipless convert` removes skips" in said
     assert "model.layers.1  mlp -> none" in said and "changed by up to" in said and new in said
     assert main([*arguments, "--json", "--out", new + "2"]) == 0
     row = json.loads(capsys.readouterr().out)

@@ -238,9 +238,9 @@ def test_a_model_of_several_stacks_keeps_its_layers_and_brings_its_own_loss(tiny
 
 
 def test_bad_requests_are_named(tiny):
-    with pytest.raises(UserError, match="no sublayer stays below 1e-09; the smallest is layers"):
+    with pytest.raises(UserError, match="stays below 1e-09 for every token; the nearest is layers"):
         prune(ours(), batches(), tolerance=1e-9)
-    with pytest.raises(UserError, match="every sublayer stays below"):
+    with pytest.raises(UserError, match="share of the stream stays below 1e.09; nothing would"):
         prune(ours(), batches(), tolerance=1e9)
     with pytest.raises(UserError, match="covers every sublayer"):
         prune(ours(), batches(), loss_budget=1e9)

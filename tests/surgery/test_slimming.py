@@ -67,7 +67,9 @@ def test_a_run_is_pruned_folded_and_read_by_everything(rezero, tmp_path, capsys)
 
     assert main(["fold", str(small), "--out", str(out), "--num-tokens", "128"]) == 0
     said = capsys.readouterr().out
-    assert "folded F1 x" in said and "W4A4" in said and "full precision" in said
+    assert (
+        "folded F1 x" in said and "(gains)" in said and "W4A4" in said and "full precision" in said
+    )
     stock = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     ids = held_out[0][0][:2]
     with torch.no_grad():

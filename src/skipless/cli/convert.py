@@ -31,7 +31,9 @@ def convert(
     temperature: Annotated[float, option("T")] = 1.0,
     loss_budget: Annotated[float | None, option("NATS", default="no limit")] = None,
     text: Annotated[tuple[str, ...], option("TEXT [TEXT ...]")] = ("sotu",),
-    sequence_length: Annotated[int, option("N")] = 256,
+    sequence_length: Annotated[
+        int | None, option("N", default="256, or as many as the model sees")
+    ] = None,
     batch_size: Annotated[int, option("N")] = 4,
     held_out_tokens: Annotated[int, option("N")] = 8192,
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto",
@@ -106,7 +108,7 @@ def convert(
         print_json(record)
         return
     print(*_stage_lines(record), sep="\n")
-    print(f"{path}  (skipless.surgery.load reads it; beside it convert.json and convert.png)")
+    print(f"{path}  (skipless.surgery.load reads it; in it convert.json and convert.png)")
 
 
 def _stage_lines(record: dict[str, Any]) -> list[str]:
@@ -115,13 +117,22 @@ def _stage_lines(record: dict[str, Any]) -> list[str]:
     for row, control in zip(record["stages"], record["untrained"], strict=False):
         rows.append((
             f"{row['num_removed']} of {record['total']}", f"{row['share']:.0%}",
-            f"{row['loss']:.4f}", f"{row['increase']:+.4f}", f"{row['kl']:.4f}",
-            f"{control['increase']:+.3f}", f"{row['tokens']:,}",
+            f"{row['loss']:.4f}", _with_error(row), f"{row['kl']:.4f}",
+            f"{control['increase']:+.4f}", f"{row['tokens']:,}",
         ))  # fmt: skip
-    lines = [f"unconverted {record['loss']:.4f} nats", *aligned(rows)]
+    lines = [
+        f"unconverted: held-out loss {record['loss']:.4f} nats a token; increases over it, beside "
+        "what the same skips cost untrained", *aligned(rows),
+    ]  # fmt: skip
     if not record["stages"][-1]["kept"]:
         lines[-1] += "  <- beyond the budget, undone"
     return lines
+
+
+def _with_error(row: dict[str, Any]) -> str:
+    """The increase, and its standard error over sequences where there are some."""
+    error = row["standard_error"]
+    return f"{row['increase']:+.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def _curve_lines(curves: dict[str, list[dict[str, Any]]]) -> list[str]:

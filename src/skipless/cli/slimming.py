@@ -121,7 +121,8 @@ def fold(
         return
     print(folded.describe())
     for name, (before, after) in done.losses.items():
-        print(f"  {name:<14}  held-out loss {before:.5f} -> {after:.5f} ({after - before:+.5f})")
+        change = round(after - before, 5) + 0.0  # no negative 0
+        print(f"  {name:<14}  held-out loss {before:.5f} -> {after:.5f} ({change:+.5f})")
     if done.unmeasured:
         print(f"no held-out loss: {done.unmeasured}")
     print(f"{done.path}  ({done.model}; stock transformers reads it)")

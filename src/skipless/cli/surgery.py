@@ -52,7 +52,11 @@ def patch(
                        for row in done.places],
         })  # fmt: skip
         return
-    print(f"{done.model}: {len(done.places)} connections, {done.num_parameters} new parameters")
+    count = len(done.places)
+    what = "skip removed" if connection == "none" else "connection"
+    if count != 1:
+        what = "skips removed" if connection == "none" else "connections"
+    print(f"{done.model}: {count} {what}, {done.num_parameters:,} new parameters")
     by_layer: dict[str, list[str]] = {}
     for layer, site, _ in done.places:
         by_layer.setdefault(layer, []).append(site)
@@ -64,4 +68,6 @@ def patch(
         share = done.difference / done.largest if done.largest else float("inf")
         print(f"outputs on a random sample: changed by up to {done.difference:.4g}, "
               f"{share:.2%} of the largest")  # fmt: skip
+    if connection == "none":
+        print("no weight was trained to make up for it; `skipless convert` removes skips and does")
     print(f"{done.path}  (skipless.surgery.load reads it)")

@@ -1,8 +1,9 @@
 """The figure of a conversion: held-out loss against the share of skips removed.
 
-Left the loss itself with the unconverted model's level; right what it costs, on a logarithmic
-scale. The control is the same skips removed at once from the original weights, untrained. Read by
-the CLI; `record` is what convert.json holds.
+Left the loss itself with the unconverted model's level; right what it costs, on a scale that is
+linear near 0, so that a loss that fell shows below 0, and logarithmic beyond. The control is the
+same skips removed at once from the original weights, untrained. Read by the CLI; `record` is what
+convert.json holds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Rows = Sequence[Mapping[str, Any]]
 CONVERTED = [light for light, _ in PALETTE[RESIDUAL_FREE]]
 CONTROL = [light for light, _ in PALETTE[RESIDUAL]]
 QUIET, GRID = INK["quiet"][0], INK["grid"][0]
-SMALLEST = 1e-3  # nats: the lower end of the logarithmic panel
+LINEAR = 1e-2  # nats: the right panel is linear from -LINEAR to LINEAR
 
 
 def draw_conversions(records: Mapping[str, Mapping[str, Any]], path: str | Path) -> Path:
@@ -77,14 +78,13 @@ def _draw(lines: list[tuple[str, list[Any], str, Any, str]], level: float, path:
             for axes, key in ((loss, "loss"), (cost, "increase")):
                 xs = [100 * row["share"] for row in rows]
                 ys = [math.nan if row[key] is None else row[key] for row in rows]
-                if key == "increase":
-                    ys = [max(y, SMALLEST) if x else math.nan for x, y in zip(xs, ys, strict=True)]
                 axes.plot(xs, ys, color=color, linestyle=line or "none", marker=marker,
                           markersize=4.5, linewidth=1.6, label=label)  # fmt: skip
         loss.axhline(level, color=QUIET, linewidth=1.2, linestyle=":", label="unconverted")
         loss.set_ylabel("held-out loss (nats per token)")
         cost.set_ylabel("increase (nats per token)")
-        cost.set_yscale("log")
+        cost.set_yscale("symlog", linthresh=LINEAR, linscale=0.5)
+        cost.axhline(0, color=QUIET, linewidth=1.2, linestyle=":")
         for axes in (loss, cost):
             axes.set_xlabel("skips removed (% of all)")
             axes.set_xlim(left=0)

@@ -6,6 +6,7 @@ documents (`skipless.data`). `convert` does the work.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from skipless.train.memory import keep_freed_memory
 
 __all__ = ["TextSource", "convert_folder", "measure_untrained"]
 
+LONGEST = 256
+"""Tokens a sequence where none are asked for."""
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
 
 
@@ -40,17 +43,25 @@ class TextSource:
     """A Hugging Face folder or a name of the catalog."""
     text: Sequence[str]
     """Named sources, files or folders, as `DataConfig.sources`."""
-    sequence_length: int = 256
+    sequence_length: int | None = None
+    """Tokens; by default LONGEST, or as many as the model sees."""
     batch_size: int = 4
     """Sequences a step."""
     held_out_tokens: int = 8192
     device: str = "auto"
 
+    @property
+    def length(self) -> int:
+        """Tokens a sequence."""
+        if self.sequence_length is not None:
+            return self.sequence_length
+        return min(LONGEST, _positions(find_folder(self.model)) or LONGEST)
+
     def to_dict(self) -> dict[str, Any]:
         """What a conversion's record says of it; the device is no part of the settings."""
         return {
             "model_name": self.model, "text": list(self.text),
-            "sequence_length": self.sequence_length, "batch_size": self.batch_size,
+            "sequence_length": self.length, "batch_size": self.batch_size,
             "held_out_tokens": self.held_out_tokens,
         }  # fmt: skip
 
@@ -60,24 +71,28 @@ class TextSource:
         Raises UserError for a folder that is no causal language model with a tokenizer, for one
         that is patched already, and for too little text.
         """
-        for name in ("sequence_length", "batch_size", "held_out_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; at least 1 was expected")
+        numbers = {
+            "sequence_length": self.length, "batch_size": self.batch_size,
+            "held_out_tokens": self.held_out_tokens,
+        }  # fmt: skip
+        for name, number in numbers.items():
+            if number < 1:
+                raise UserError(f"{name} is {number}; at least 1 was expected")
         device = choose_device(self.device)
         if device.type == "cpu":
             keep_freed_memory()
         folder = find_folder(self.model)
         model = _load(folder)
-        limit = getattr(model.config, "max_position_embeddings", None) or self.sequence_length
-        if self.sequence_length > limit:
+        limit = _positions(folder) or self.length
+        if self.length > limit:
             raise UserError(
-                f"sequence_length is {self.sequence_length} and {self.model} sees {limit} tokens "
+                f"sequence_length is {self.length} and {self.model} sees {limit} tokens "
                 f"at most; choose {limit} or less"
             )
         data = _prepare(folder, tuple(self.text), model.config.vocab_size)
-        loader = Loader(data.train, self.sequence_length, self.batch_size)
+        loader = Loader(data.train, self.length, self.batch_size)
         held_out = evaluation_batches(
-            data.held_out, self.sequence_length, self.batch_size, self.held_out_tokens
+            data.held_out, self.length, self.batch_size, self.held_out_tokens
         )
         return model.to(device), loader, held_out
 
@@ -118,6 +133,16 @@ def measure_untrained(
     """`untrained_curves` of a model of the disk on held-out text."""
     model, _, held_out = source.open()
     return untrained_curves(model, held_out, config, points=points)
+
+
+def _positions(folder: Path) -> int | None:
+    """How many tokens the folder's model sees, where its config says so."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        found = config.get("max_position_embeddings", config.get("n_positions"))
+    except (OSError, ValueError, AttributeError):
+        return None  # told by whoever loads the model
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def _load(folder: Path) -> Any:

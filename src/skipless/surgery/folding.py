@@ -46,6 +46,11 @@ __all__ = ["Folded", "fold"]
 LIMIT = 1e-5
 """Largest allowed difference of logits, as a share of the largest logit (section 7)."""
 Sublayer = Literal["attention", "mlp"]
+WORDS = {
+    "F1": "gains", "F2": "gains by channel", "F3": "stream weights", "F4": "norm gains",
+    "F6": "temperatures",
+}  # fmt: skip
+"""What a tag of `Folded.folded` counts, for readers."""
 _TAGS = {"rezero": "F1", "layerscale": "F2", "interpolate": "F3", "fixed": "F3", "learned": "F3"}
 
 
@@ -66,8 +71,10 @@ class Folded:
 
     def describe(self) -> str:
         """One line of counts and the difference; one more each for what is kept and zeroed."""
-        counts = ", ".join(f"{tag} x {n}" for tag, n in sorted(self.folded.items())) or "nothing"
-        kept = f"\nkept: {'; '.join(self.kept)}" if self.kept else ""
+        counts = ", ".join(
+            f"{tag} x {n} ({WORDS[tag]})" for tag, n in sorted(self.folded.items())
+        ) or "nothing"  # fmt: skip
+        kept = f"\nnorm gains that stay: {'; '.join(self.kept)}" if self.kept else ""
         zeroed = f"\nweights of 0 for: {', '.join(self.zeroed)}" if self.zeroed else ""
         difference = f"largest relative logit difference {self.difference:.2g}"
         return f"folded {counts}: {difference}{kept}{zeroed}"

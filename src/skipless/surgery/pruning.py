@@ -149,7 +149,8 @@ def prune(
         chosen = _below(found, tolerance)
         if {part for name in chosen for part in groups[name]} >= set(layer_names(model)):
             raise UserError(
-                f"every sublayer stays below {tolerance:g}; nothing would be left, so lower it"
+                f"every sublayer's share of the stream stays below {tolerance:g}; nothing would be "
+                "left, so lower the tolerance"
             )
     else:
         allowed = found if tolerance is None else dict.fromkeys(_below(found, tolerance))
@@ -225,8 +226,9 @@ def _below(found: dict[str, Share], tolerance: float) -> list[str]:
     if not small:
         name = ordered[0]
         raise UserError(
-            f"no sublayer stays below {tolerance:g}; the smallest is {name} with "
-            f"{found[name].largest:.3g}"
+            f"no {_noun_of(name)}'s share of the stream stays below {tolerance:g} for every token; "
+            f"the nearest is {name} with {found[name].largest:.3g}: give a larger tolerance, or a "
+            "loss budget"
         )
     return small
 
@@ -243,7 +245,11 @@ def _rows(
 
 
 def _noun(rows: tuple[PruneRow, ...]) -> str:
-    return "sublayers" if rows[0].name.endswith("_connection") else "layers"
+    return _noun_of(rows[0].name) + "s"
+
+
+def _noun_of(name: str) -> str:
+    return "sublayer" if name.endswith("_connection") else "layer"
 
 
 def _check_removal(after: float, expected: float) -> None:
