@@ -16,7 +16,7 @@ ORDER = [
     ("config",),
     ("registry", "log"),
     ("locking",),
-    ("rundir", "sites", "sharded"),
+    ("rundir", "sites", "sharded", "outputs"),
     ("heads",),
     ("recipes", "model", "optim", "data", "probes"),
     ("quant", "pretrained"),

@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from skipless.cli import main
 from skipless.errors import UserError
+from skipless.outputs import free_folder, written_folder
 from skipless.surgery import connections, load, patch
 from skipless.surgery.folders import patch_folder
-from skipless.surgery.outputs import free_folder, written_folder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="links and locks of POSIX")
 

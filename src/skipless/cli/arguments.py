@@ -88,10 +88,9 @@ def new_folder(out: str | None) -> Path:
     """
     if out is None or not out.strip():
         raise UserError("--out is missing; name the folder to write")
-    path = Path(out)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{out} exists already; name a folder that does not")
-    return path
+    from skipless.outputs import free_folder
+
+    return free_folder(out)
 
 
 def split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -74,7 +74,7 @@ def convert(
         device: where it runs; auto takes CUDA, then MPS, then the CPU.
         untrained: only measure what removal costs without training, by kind of site.
     """
-    if out is None and not untrained:
+    if not (out and out.strip()) and not untrained:
         raise UserError("--out is missing; name the folder to write")
     path = Path(out or "")
     if untrained and out is not None:

@@ -22,7 +22,8 @@ from skipless.surgery.conversion import Conversion, ConversionConfig, Untrained
 from skipless.surgery.converting import convert
 from skipless.surgery.converting_inputs import check_folder
 from skipless.surgery.folders import find_folder
-from skipless.surgery.language_models import load_language_model, read_model_type
+from skipless.surgery.language_models import load_language_model
+from skipless.surgery.reading import model_type
 from skipless.surgery.saving import MODEL_TYPE
 from skipless.surgery.skips import untrained_curves
 from skipless.train.distributed import choose_device
@@ -146,7 +147,7 @@ def _positions(folder: Path) -> int | None:
 
 
 def _load(folder: Path) -> Any:
-    if read_model_type(folder) == MODEL_TYPE:
+    if model_type(folder) == MODEL_TYPE:
         raise UserError(
             f"{folder} is patched or converted already; in Python, skipless.surgery.load and "
             "convert(..., teacher=the original) go on with other sites"

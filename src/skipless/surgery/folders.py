@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice, suggestion
+from skipless.outputs import free_folder, written_folder
 from skipless.pretrained import HEADER, MODELS, fetch_model
-from skipless.surgery.outputs import free_folder, written_folder
 from skipless.surgery.patching import kinds, patch
 from skipless.surgery.reading import model_type, read_model
 from skipless.surgery.records import connections

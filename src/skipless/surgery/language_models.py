@@ -12,61 +12,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.surgery.reading import model_type, read_model
 
-__all__ = ["load_language_model", "no_next_token", "read_model_type"]
-
-
-def read_model_type(folder: Path) -> str:
-    """`model_type` of the folder's config.json. Raises UserError where there is none."""
-    try:
-        return json.loads((folder / "config.json").read_text())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder} holds no config.json of a Hugging Face model") from None
+__all__ = ["load_language_model", "no_next_token"]
 
 
 def load_language_model(folder: Path) -> Any:
     """The unpatched causal language model of `folder`, in fp32 and eval mode.
 
-    Raises UserError for a class without a head for the next token, for weights that are missing,
-    and for a model whose tokens see later ones.
+    Raises UserError as `read_model` does, for a class without a head for the next token, and for a
+    model whose tokens see later ones.
     """
     try:
-        import transformers
+        from transformers import AutoModelForCausalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError:
         raise UserError(
             "transformers is not installed; install it with `pip install -e '.[hf]'`"
         ) from None
-    transformers.utils.logging.disable_progress_bar()
-    name = _class_name(folder)
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(read_model_type(folder))
+    kind, name = model_type(folder), _class_name(folder)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if causal is None:
         raise UserError(_refusal(folder, f"{name or 'it'} predicts no next token"))
     if name not in ("", *([causal] if isinstance(causal, str) else causal)):
         raise UserError(_refusal(folder, f"{name} predicts no next token, as {causal} does"))
-    loader = transformers.AutoModelForCausalLM
-    try:
-        model, report = loader.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{folder} is no causal language model that can be loaded: {reason}"
-        ) from None
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UserError(_refusal(
-            folder, f"as a {type(model).__name__} it lacks the weight {missing[0]}"
-            + (f" and {len(missing) - 1} more" if missing[1:] else "")
-        ))  # fmt: skip
-    model.eval()
+    model = read_model(folder, AutoModelForCausalLM, torch.float32)
     reason = no_next_token(model)
     if reason:
         raise UserError(_refusal(folder, reason))

@@ -26,15 +26,17 @@ from skipless.evaluate import accuracy, precision_table
 from skipless.evaluate import loss as language_loss
 from skipless.log import console
 from skipless.model import Transformer
+from skipless.outputs import free_folder, written_folder
 from skipless.pretrained import HEADER
-from skipless.rundir import CONFIG, WEIGHTS, RunDir, atomic_path
+from skipless.rundir import CONFIG, WEIGHTS, RunDir
 from skipless.surgery.dropping import has_absent
 from skipless.surgery.folders import find_folder, sample_batch
 from skipless.surgery.folding import LIMIT, Folded, difference, fold, sample_inputs
-from skipless.surgery.language_models import load_language_model, no_next_token, read_model_type
+from skipless.surgery.language_models import load_language_model, no_next_token
 from skipless.surgery.loading import load
 from skipless.surgery.patching import patch, unpatch
 from skipless.surgery.pruning import Pruned, prune
+from skipless.surgery.reading import model_type
 from skipless.surgery.records import connections
 from skipless.surgery.saving import MODEL_TYPE, save_pretrained
 from skipless.surgery.stock import fold_to_stock
@@ -99,7 +101,7 @@ def prune_folder(
     at for choosing, and as many held-out ones for the check. Raises UserError as `prune` does, for
     an `out` that holds something, a run that is not finished, and a model without a text.
     """
-    target = _free(out)
+    target = free_folder(out)
     source = _open(model, text, num_tokens)
     plain_before = not isinstance(source.model, Transformer) and not connections(source.model)
     if plain_before:
@@ -111,7 +113,7 @@ def prune_folder(
             loss=None if source.loss is _language_loss else source.loss,
         )  # fmt: skip
     after = source.loss(source.model, source.held_out)
-    with atomic_path(target) as temporary:
+    with written_folder(target) as temporary:
         kind = _write(source, temporary, pruned, after, plain_before)
     return PrunedFolder(
         path=target, kind=kind, pruned=pruned, held_out_before=before, held_out_after=after
@@ -132,7 +134,7 @@ def fold_folder(
     after. Raises UserError as `fold` and `to_stock` do, for a model that is not patched, and for an
     `out` that holds something.
     """
-    target = _free(out)
+    target = free_folder(out)
     folder = _find(model, num_tokens)
     unmeasured, inputs = "", None
     if _is_run(folder):
@@ -158,7 +160,7 @@ def fold_folder(
         )
     plain: Any = folded.model
     losses = [{} if unmeasured else _losses(source, each) for each in (source.model, plain)]
-    with atomic_path(target) as temporary:
+    with written_folder(target) as temporary:
         plain.save_pretrained(temporary)
         source.copy_tokenizer(temporary)
         again = type(plain).from_pretrained(temporary).eval()
@@ -214,7 +216,7 @@ def _find(model: str, num_tokens: int) -> Path:
 
 
 def _load_patched(folder: Path) -> Any:
-    if read_model_type(folder) != MODEL_TYPE:
+    if model_type(folder) != MODEL_TYPE:
         raise UserError(
             f"{folder} is not patched, so there is no gain to fold; fold takes runs and what "
             "`skipless patch` wrote"
@@ -253,7 +255,7 @@ def _open_run(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
 
 
 def _open_model(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
-    patched = read_model_type(folder) == MODEL_TYPE
+    patched = model_type(folder) == MODEL_TYPE
     model = load(folder) if patched else load_language_model(folder)
     reason = no_next_token(model) if patched else ""
     if reason:
@@ -297,7 +299,6 @@ def _losses(source: _Source, model: Any) -> dict[str, float]:
 def _write(
     source: _Source, folder: Path, pruned: Pruned, held_out: float, plain_before: bool
 ) -> Literal["run", "patched", "plain"]:
-    folder.mkdir()
     if source.run is not None:
         _write_run(source.run, folder, pruned, held_out)
         return "run"
@@ -329,13 +330,6 @@ def _write_run(old: LoadedRun, folder: Path, pruned: Pruned, held_out: float) ->
         "rows": [vars(row) for row in pruned.rows],
     })  # fmt: skip
     save_weights(after / WEIGHTS, old.model, World())
-
-
-def _free(out: str | Path) -> Path:
-    target = Path(out)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already; name a folder that does not")
-    return target
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Folders that `patch`, `prune` and `fold` write: whole or not there.
+"""Folders that commands write: whole or not there. Read by surgery and the command line.
 
 What is written goes to a temporary folder on the same disk and is renamed at the end. The temporary
 one is locked while it is written, so that the next command knows those of killed processes and
