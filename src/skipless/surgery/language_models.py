@@ -63,11 +63,11 @@ def no_next_token(model: Any) -> str:
     ids = torch.arange(min(size, 8), device=_device(model))[None]
     other = ids.clone()
     other[:, -1] = 0
-    rows = [getattr(model(input_ids=x), "logits", None) for x in (ids, other)]
-    if any(row is None or row.shape[:2] != ids.shape or row.shape[-1] < size for row in rows):
+    first, second = (getattr(model(input_ids=x), "logits", None) for x in (ids, other))
+    if first is None or second is None or first.shape[:2] != ids.shape or first.shape[-1] < size:
         return f"{name} predicts no next token"
-    change = (rows[0][:, :-1] - rows[1][:, :-1]).abs().max()
-    if not change <= 1e-4 * rows[0].abs().max():
+    change = (first[:, :-1] - second[:, :-1]).abs().max()
+    if not change <= 1e-4 * first.abs().max():
         return f"{name} sees the token that it would have to predict"
     return ""
 

@@ -41,7 +41,7 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
 
     names = settings.get("architectures") or [""]
     name = str(names[0] if isinstance(names, list) else names)
-    cls = getattr(transformers, name, None)
+    cls: Any = getattr(transformers, name, None)
     if not hasattr(cls, "from_pretrained"):
         raise UserError(f"{path} holds a {name or 'model of no class'}, which this version of "
                         "transformers does not have")  # fmt: skip
