@@ -112,7 +112,7 @@ def fold(
     distance = difference(model, result, batch)
     found = Folded(model=result, difference=distance, folded=dict(counts), kept=tuple(kept),
                    zeroed=zeroed)  # fmt: skip
-    console.print(found.describe(), highlight=False, markup=False)
+    console.print(found.describe(), highlight=False, markup=False, soft_wrap=True)
     if not distance < LIMIT:
         hint = "; try norm_gains=False" if counts["F4"] else ""
         if counts["F3"]:

@@ -77,7 +77,7 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
 
 def _check_whole(path: Path, report: dict[str, Any]) -> None:
     """Raise UserError unless the files held just the weights that the model has."""
-    for key in sorted(report["missing_keys"], key=lambda key: "_connection." not in key):
+    for key in sorted(report["missing_keys"], key=lambda key: ("_connection." not in key, key)):
         noun = "gain" if "_connection." in key else "weight"
         raise UserError(f"{path} lacks the {noun} {key}; the folder is incomplete")
     for key in sorted(key for key in report["unexpected_keys"] if "_connection." in key):
