@@ -89,3 +89,21 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(tiny, tmp_path, capsy
         find_folder("nowhere")
     assert main(["models", "get"]) == 2 and "needs at least one name" in capsys.readouterr().err
     assert main(["models", "list"]) == 0 and "smollm2-135m" in capsys.readouterr().out
+
+
+def test_odd_vocabularies_work_and_t5_is_refused_in_words(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    for size in (40, 4):  # below GPT-2's own end token, and below the first five
+        small = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=size)
+        transformers.GPT2LMHeadModel(small).save_pretrained(tmp_path / f"gpt2-{size}")
+        out = str(tmp_path / f"out-{size}")
+        assert main(["patch", str(tmp_path / f"gpt2-{size}"), "--out", out]) == 0
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
+    capsys.readouterr()
+    assert main(["patch", str(tmp_path / "t5"), "--out", str(tmp_path / "no")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("skipless: ") and "T5" in said and not (tmp_path / "no").exists()

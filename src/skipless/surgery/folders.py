@@ -129,13 +129,16 @@ def sample_batch(model: Any) -> dict[str, Tensor]:
         batch[kind] = torch.randn(shape, generator=generator)
     if kind != "pixel_values":
         text = config.get_text_config()
-        ids = torch.randint(5, text.vocab_size, (1, _NUM_TOKENS), generator=generator)
+        least = min(5, text.vocab_size - 1)  # special tokens mostly come first
+        ids = torch.randint(least, text.vocab_size, (1, _NUM_TOKENS), generator=generator)
         end = getattr(text, "eos_token_id", None)
-        if isinstance(end, int):
+        if isinstance(end, int) and 0 <= end < text.vocab_size:
             ids[:, -1] = end  # CLIP pools there
         ids = ids[:, -getattr(text, "max_position_embeddings", _NUM_TOKENS) :]
         ids = ids[:, -getattr(text, "max_target_positions", _NUM_TOKENS) :]
         batch["decoder_input_ids" if kind == "input_features" else "input_ids"] = ids
+        if kind == "input_ids" and getattr(config, "is_encoder_decoder", False):
+            batch["decoder_input_ids"] = ids
     return batch
 
 
