@@ -19,6 +19,7 @@ from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
 from skipless.model import Connection
 from skipless.surgery.patching import patch_as
+from skipless.surgery.reading import check_shapes
 from skipless.surgery.records import RECORD
 from skipless.surgery.saving import INDEX, MODEL_TYPE, PREFIX, saving_class
 
@@ -85,12 +86,7 @@ def _check_whole(path: Path, report: dict[str, Any]) -> None:
             f"{path} holds the gain {key}, which its config.json does not name; the two are not of "
             "one model: save it again"
         )
-    for key, *shapes in sorted(report["mismatched_keys"]):
-        found, wanted = (list(shape) for shape in shapes)
-        raise UserError(
-            f"{path} holds {key} as {found} and its config.json wants {wanted}; the two are not of "
-            "one model: save it again"
-        )
+    check_shapes(path, report)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

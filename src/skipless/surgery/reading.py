@@ -18,7 +18,7 @@ from torch import nn
 
 from skipless.errors import UserError
 
-__all__ = ["model_type", "read_model"]
+__all__ = ["check_shapes", "model_type", "read_model"]
 
 
 def model_type(folder: Path) -> str:
@@ -91,6 +91,16 @@ def _without_warnings() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
+def check_shapes(folder: Path, report: dict[str, Any]) -> None:
+    """Raise UserError if transformers' loading `report` has a weight of another shape."""
+    for key, *shapes in sorted(report["mismatched_keys"]):
+        found, wanted = (list(shape) for shape in shapes)
+        raise UserError(
+            f"{folder} holds {key} as {found} and its config.json wants {wanted}; the two are not "
+            "of one model: get both anew, or save it again"
+        )
+
+
 def _check_whole(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
     kind = type(model).__name__
     missing = sorted(report["missing_keys"])
@@ -100,12 +110,7 @@ def _check_whole(folder: Path, model: nn.Module, report: dict[str, Any]) -> None
             f"{folder} lacks the weight {missing[0]}{more} of a {kind}; get the whole folder, or "
             "correct its config.json"
         )
-    for key, *shapes in sorted(report["mismatched_keys"]):
-        found, wanted = (list(shape) for shape in shapes)
-        raise UserError(
-            f"{folder} holds {key} as {found} and its config.json wants {wanted}; the two are not "
-            "of one model: get both anew"
-        )
+    check_shapes(folder, report)
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise UserError(f"{folder} computes no numbers: {name} holds NaN or infinity; get its "
