@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from skipless.diagnose import diagnose
-from skipless.diagnose.page import GLOSSARY, SCRIPT
+from skipless.diagnose.page import GLOSSARY
 from skipless.diagnose.plots import draw
+from skipless.report.frame import SCRIPT
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome")

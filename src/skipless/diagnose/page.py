@@ -1,59 +1,21 @@
 """The page of a diagnosis: one HTML file with everything inline, that loads nothing.
 
-Same stylesheet, figures and cells as the report of runs. The one script sorts tables; the page's
-policy allows it by its hash and nothing else. Everything from the model, tokens above all, is
-escaped. Read by writing.
+Same stylesheet, figures and cells as the report of runs, tables that sort (`report.frame`).
+Everything from the model, tokens above all, is escaped. Read by writing.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from skipless.diagnose.plots import series
 from skipless.diagnose.result import REMEDIES, Diagnosis, describe_outliers
 from skipless.report.cells import show
-from skipless.report.html import POLICY, figure_html, section
+from skipless.report.frame import document, glossary, listed, number, sortable, word
+from skipless.report.html import figure_html, section
 from skipless.report.plots import Figure
-from skipless.report.style import css_variables
-from skipless.report.stylesheet import css
 
-SCRIPT = """
-for (const table of document.querySelectorAll('table.sortable')) {
-  const heads = [...table.tHead.rows[0].cells];
-  heads.forEach((head, column) => head.querySelector('button').addEventListener('click', () => {
-    const up = head.getAttribute('aria-sort') !== 'ascending';
-    heads.forEach(other => other.removeAttribute('aria-sort'));
-    head.setAttribute('aria-sort', up ? 'ascending' : 'descending');
-    const value = row => {
-      const text = row.cells[column].dataset.value;
-      return text === '' ? null : isNaN(text) ? text : Number(text);
-    };
-    const rows = [...table.tBodies[0].rows].map(row => [value(row), row]);
-    rows.sort(([a], [b]) => {
-      if (a === null || b === null) return (a === null) - (b === null);
-      const order = a < b ? -1 : a > b ? 1 : 0;
-      return up ? order : -order;
-    });
-    table.tBodies[0].append(...rows.map(([, row]) => row));
-  }));
-}
-document.documentElement.dataset.ready = 'yes';
-"""
-STYLE = """
-th button{font:inherit;color:inherit;background:none;border:0;padding:0;cursor:pointer;
- text-align:inherit}
-th[aria-sort] button{text-decoration:underline}
-th[aria-sort=ascending] button::after{content:" ↑"}
-th[aria-sort=descending] button::after{content:" ↓"}
-.tall{max-height:40rem;overflow:auto}
-.tall thead th{position:sticky;top:0;background:var(--page);z-index:1}
-.lines{padding-left:1.4rem;max-width:none}.lines li{margin:.35rem 0;overflow-wrap:anywhere}
-pre{white-space:pre-wrap;overflow-wrap:anywhere}
-"""
 RATIOS = ("token_sqnr", "ideal", "gap", "sqnr")
 WITHOUT = ("tokens", "channels", "both")
 GLOSSARY = {
@@ -96,20 +58,15 @@ GLOSSARY = {
 
 def page(result: Diagnosis, figures: Sequence[Figure], without: Sequence[str]) -> str:
     """The whole HTML text; `without` names figures that had no numbers."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"{POLICY}; script-src 'sha256-{digest}'"
     title = f"Diagnosis of {result.model}"
-    lines = "".join(f"<li>{escape(line)}</li>" for line in result.lines())
     missing = [*result.missing, *(f"figure “{title}”: no numbers" for title in without)]
-    listed = "".join(f"<li>{escape(text)}</li>" for text in missing)
     scope = "" if result.scope is None else f", scope {result.scope}"
-    style = css(*css_variables(series().rows)) + STYLE
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(result.about or f'{result.num_batches} batches')}; schemes "
         f"{escape(', '.join(result.schemes) + scope)}. Simulated integers; embedding and head stay "
         "in full precision.</p>",
-        section("Worst first", f'<ol class="lines">{lines}</ol>'),
+        section("Worst first", listed(result.lines(), ordered=True)),
         section("To paste", _paste(result)),
         section("Figures", "".join(map(figure_html, figures))),
         section("Sites", _sites(result)),
@@ -118,46 +75,10 @@ def page(result: Diagnosis, figures: Sequence[Figure], without: Sequence[str]) -
         section("Layers", _layers(result)),
         section("Weights", _weights(result)),
         section("Attention", _attention(result)),
-        section("What could not be measured", f"<ul>{listed}</ul>" if listed else ""),
-        section("What the numbers mean", _glossary()),
+        section("What could not be measured", listed(missing)),
+        section("What the numbers mean", glossary(GLOSSARY)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}\n</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(part for part in parts if part)
-        + f"\n</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
-    )
-
-
-def _sortable(head: Sequence[str], body: Sequence[Sequence[tuple[Any, str]]]) -> str:
-    """A table whose columns sort: cells are (value to sort by, ready HTML); the first is a name."""
-    top = "".join(
-        f"<th scope=col><button type=button>{escape(text)}</button></th>" for text in head
-    )
-    lines = []
-    for row in body:
-        cells = []
-        for place, (value, html) in enumerate(row):
-            key = "" if value is None else escape(str(value), quote=True)
-            kind = "th scope=row" if place == 0 else "td"
-            cells.append(f'<{kind} data-value="{key}">{html}</{kind[:2]}>')
-        lines.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        f'<div class="scroll tall" tabindex="0"><table class="sortable">\n<thead><tr>{top}</tr>'
-        "</thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody>\n</table></div>"
-    )
-
-
-def _number(value: float | None, form: str = ".2f") -> tuple[Any, str]:
-    if value is not None and abs(value) >= 1000 and "," not in form:
-        form = ",.0f"
-    return value, escape(show(value, form))
-
-
-def _word(text: str) -> tuple[Any, str]:
-    return text, escape(text)
+    return document(title, parts, series().rows)
 
 
 def _sites(result: Diagnosis) -> str:
@@ -169,15 +90,15 @@ def _sites(result: Diagnosis) -> str:
     for row in result.sites:
         found = row["anatomy"]
         body.append([
-            _word(row["site"]), _word(row["kind"].replace("_", " ")), _number(row["layer"], ".0f"),
-            *(_number(row[key].get(scheme), ".1f") for key in RATIOS),
-            _number(row["kurtosis"]), _number(row["kurtosis_per_token"]),
-            _number(row["max_over_std"], ".1f"), _number(row["max_abs"], ".4g"),
-            _number(row["channel_energy"], ".1f"), _number(found.get("kl_gaussian"), ".3f"),
-            *(_number(found.get(key), ".0f") for key in ("bits_for_target", "gaussian_bits")),
+            word(row["site"]), word(row["kind"].replace("_", " ")), number(row["layer"], ".0f"),
+            *(number(row[key].get(scheme), ".1f") for key in RATIOS),
+            number(row["kurtosis"]), number(row["kurtosis_per_token"]),
+            number(row["max_over_std"], ".1f"), number(row["max_abs"], ".4g"),
+            number(row["channel_energy"], ".1f"), number(found.get("kl_gaussian"), ".3f"),
+            *(number(found.get(key), ".0f") for key in ("bits_for_target", "gaussian_bits")),
         ])  # fmt: skip
     note = "<p class=quiet>A click on a heading sorts. A dash: not defined.</p>"
-    return note + _sortable(head, body)
+    return note + sortable(head, body)
 
 
 def _outliers(result: Diagnosis) -> str:
@@ -188,16 +109,16 @@ def _outliers(result: Diagnosis) -> str:
             continue
         seen.add(row["tensor"])
         body.append([
-            _word(row["site"]), _word(describe_outliers(row)),
-            _number(found["energy_tokens"], ".1%"), _number(found["energy_channels"], ".1%"),
-            _number(row["kurtosis"]),
-            *(_number(found[f"kurtosis_without_{what}"]) for what in WITHOUT),
+            word(row["site"]), word(describe_outliers(row)),
+            number(found["energy_tokens"], ".1%"), number(found["energy_channels"], ".1%"),
+            number(row["kurtosis"]),
+            *(number(found[f"kurtosis_without_{what}"]) for what in WITHOUT),
         ])  # fmt: skip
     if not body:
         return "<p>No tensor has an outlier token or an outlier channel.</p>"
     head = ["tensor", "what", "energy of tokens", "energy of channels", "excess kurtosis",
             "without tokens", "without channels", "without both"]  # fmt: skip
-    return _sortable(head, body)
+    return sortable(head, body)
 
 
 def _remedies(result: Diagnosis) -> str:
@@ -213,15 +134,15 @@ def _remedies(result: Diagnosis) -> str:
                 key = "token_sqnr"
                 if found is not None and found["output_sqnr"] is not None:
                     key = "output_sqnr"
-                cells.append(_number(None if found is None else found[key], ".1f"))
+                cells.append(number(None if found is None else found[key], ".1f"))
             body.append([
-                _word(row["site"]), _word("–" if chosen is None else chosen["remedy"]),
-                _number(None if chosen is None else chosen["gain"], "+.1f"), *cells,
+                word(row["site"]), word("–" if chosen is None else chosen["remedy"]),
+                number(None if chosen is None else chosen["gain"], "+.1f"), *cells,
             ])  # fmt: skip
         if body:
             head = ["tensor", "would fix it", "gain (dB)", *(f"{n} (dB)" for n in
                     ("as is", *REMEDIES))]  # fmt: skip
-            parts.append(f"<h3>{escape(scheme)}</h3>" + _sortable(head, body))
+            parts.append(f"<h3>{escape(scheme)}</h3>" + sortable(head, body))
     if not parts:
         return ""
     note = (
@@ -236,8 +157,8 @@ def _layers(result: Diagnosis) -> str:
     if not result.layers or result.damage is None:
         return ""
     body = [
-        [_number(row["layer"], ".0f"), _word(row["scheme"]), _number(row["increase"], "+.5f"),
-         _number(row["standard_error"], ".5f"), _number(row["predicted"], ".4g")]
+        [number(row["layer"], ".0f"), word(row["scheme"]), number(row["increase"], "+.5f"),
+         number(row["standard_error"], ".5f"), number(row["predicted"], ".4g")]
         for row in result.layers
     ]  # fmt: skip
     said = ", ".join(
@@ -248,7 +169,7 @@ def _layers(result: Diagnosis) -> str:
         f"rank correlation of prediction and measurement: {escape(said)}.</p>"
     )
     head = ["layer", "scheme", "increase", "standard error", "predicted"]
-    return note + _sortable(head, body)
+    return note + sortable(head, body)
 
 
 def _weights(result: Diagnosis) -> str:
@@ -257,36 +178,36 @@ def _weights(result: Diagnosis) -> str:
     for row in result.weights:
         finer = row["remedies"].get(scheme, {})
         body.append([
-            _word(row["site"]), _word(" × ".join(map(str, row["shape"]))),
-            _number(row["channel_sqnr"].get(scheme), ".1f"),
-            _number(row["sqnr"].get(scheme), ".1f"), _number(row["gap"].get(scheme), ".1f"),
-            _number(finer.get("channel"), ".1f"), _number(finer.get("g32"), ".1f"),
-            _number(finer.get("clip:mse"), ".1f"), _number(row["kurtosis"]),
-            _number(row["max_over_std"], ".1f"),
+            word(row["site"]), word(" × ".join(map(str, row["shape"]))),
+            number(row["channel_sqnr"].get(scheme), ".1f"),
+            number(row["sqnr"].get(scheme), ".1f"), number(row["gap"].get(scheme), ".1f"),
+            number(finer.get("channel"), ".1f"), number(finer.get("g32"), ".1f"),
+            number(finer.get("clip:mse"), ".1f"), number(row["kurtosis"]),
+            number(row["max_over_std"], ".1f"),
         ])  # fmt: skip
     head = ["matrix", "out × in", f"every channel alike, {scheme} (dB)",
             "SQNR pooled (dB)", "gap (dB)", "a scale a channel (dB)",
             "a scale a 32 (dB)", "MSE clip (dB)", "excess kurtosis", "max / sd"]  # fmt: skip
-    return _sortable(head, body) if body else ""
+    return sortable(head, body) if body else ""
 
 
 def _attention(result: Diagnosis) -> str:
     body = [
-        [_word(row["module"]), _number(row["entropy"], ".2f"),
-         _number(row["max_probability"], ".1%"), _number(row["first_token_mass"], ".1%"),
-         _number(row["saturated"], ".1%")]
+        [word(row["module"]), number(row["entropy"], ".2f"),
+         number(row["max_probability"], ".1%"), number(row["first_token_mass"], ".1%"),
+         number(row["saturated"], ".1%")]
         for row in result.attention if row.get("count")
     ]  # fmt: skip
     head = ["layer", "entropy (nats)", "largest probability", "first token", "saturated"]
-    return _sortable(head, body) if body else ""
+    return sortable(head, body) if body else ""
 
 
 def _paste(result: Diagnosis) -> str:
     if not result.alternatives:
         return ""
     body = [
-        [_word(row["what"]), _number(row["increase"], "+.4f"),
-         _number(row["standard_error"], ".4f"), _word(row["code"])]
+        [word(row["what"]), number(row["increase"], "+.4f"),
+         number(row["standard_error"], ".4f"), word(row["code"])]
         for row in result.alternatives
     ]  # fmt: skip
     chosen = result.recommended()
@@ -298,12 +219,4 @@ def _paste(result: Diagnosis) -> str:
             f"{escape(chosen['code'])}  # {escape(chosen['what'])}: {chosen['increase']:+.4f}</pre>"
         )
     )
-    return code + _sortable(["whole model", "increase", "standard error", "code"], body)
-
-
-def _glossary() -> str:
-    items = "".join(
-        f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>"
-        for term, text in GLOSSARY.items()
-    )
-    return f'<dl class="glossary">{items}</dl>'
+    return code + sortable(["whole model", "increase", "standard error", "code"], body)
