@@ -17,7 +17,7 @@ from skipless.scheme import Scheme
 
 CONNECTION_KINDS = (
     "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
-    "universal", "gated",
+    "sphere", "universal", "gated",
 )  # fmt: skip
 OPTIMIZERS = ("adamw", "muon", "soap", "shampoo", "kl_shampoo", "kl_soap")
 PROBE_STATS = ("moments", "geometry", "attention")

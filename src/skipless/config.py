@@ -46,13 +46,13 @@ class ConnectionConfig(Config):
 
     kind: str = "residual"
     """residual C1, none C2, fixed C3, rezero C4, layerscale C5, interpolate C6, anneal C7,
-    learned C9, universal C8, gated C10."""
+    learned C9, universal C8, gated C10, sphere C11."""
     init: float | None = None
     """Start of the learned gain; None means the kind's own (rezero 0, layerscale 1e-4,
-    interpolate theta 0, learned 1)."""
+    interpolate theta 0, learned 1, sphere 0.05)."""
     granularity: Literal["scalar", "channel", "block"] | None = None
     """One gain per sublayer, per channel, or one scalar shared by both sublayers of a block
-    (rezero only). None means the kind's own: layerscale channel, the others scalar."""
+    (rezero only). None means the kind's own: layerscale and sphere channel, the others scalar."""
     a: float = 1.0
     """Weight of the stream, kind fixed."""
     b: float = 1.0

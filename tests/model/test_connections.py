@@ -12,7 +12,7 @@ from skipless.model import CONNECTIONS, Transformer, build_connection
 from skipless.model.context import ForwardContext
 
 KINDS = ("residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
-         "universal", "gated")  # fmt: skip
+         "sphere", "universal", "gated")  # fmt: skip
 
 
 def build(kind="residual", overrides=(), **settings) -> Transformer:

@@ -38,6 +38,12 @@ X, F, X0 = (RNG.standard_normal((2, 3, D)) for _ in range(3))
 GAMMA = RNG.standard_normal(D)
 SIGMOID = 1 / (1 + np.exp(-0.3))
 
+
+
+def unit(v: np.ndarray) -> np.ndarray:
+    return v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6)
+
+
 JOINS = {
     "C1": (dict(kind="residual"), {}, X + F),
     "C2": (dict(kind="none"), {}, F),
@@ -55,6 +61,8 @@ JOINS = {
     "C9 at start": (dict(kind="learned"), {}, X + F),
     "C9": (dict(kind="learned", granularity="channel"), {"a": GAMMA, "b": GAMMA - 1},
            GAMMA * X + (GAMMA - 1) * F),
+    "C11 at start": (dict(kind="sphere"), {}, unit(0.95 * unit(X) + 0.05 * unit(F))),
+    "C11": (dict(kind="sphere"), {"alpha": GAMMA}, unit((1 - GAMMA) * unit(X) + GAMMA * unit(F))),
 }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """How a sublayer joins the stream: y = a * x + b * f(norm(x)) + c * x0 (C0), as modules.
 
-Kinds C1-C10 of docs/equations.md; one class each, found by name in `CONNECTIONS` (C8 and C10, whose
+Kinds C1-C11 of docs/equations.md; one class each, found by name in `CONNECTIONS` (C8 and C10, whose
 weights depend on the token, are in `interpolation.py`). In the
 drawings x is the stream, f the sublayer's output (the branch), y the new stream. A connection is a
 module of its own so that hooks see the stream: its output is the stream's probe site. Read by
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.config import ConnectionConfig
@@ -315,6 +316,44 @@ class Learned(Connection):
             "a learned connection scales the stream by neither exactly 0 nor exactly 1, so it "
             "cannot be folded into the output layer; keep it as it is"
         )
+
+
+@CONNECTIONS.register("sphere")
+class Sphere(Connection):
+    """C11: y = n(n(x) + alpha (n(f) - n(x))), n(v) = v / rms(v); alpha a channel, from 0.05.
+
+    x ──┬─ n ──────── * (1-alpha) ──(+)─ n ── y
+        └─ norm ─ f ─ n ─ * alpha ───┘
+
+    The join of nGPT (arXiv 2410.01131): stream and branch are directions, and the stream keeps the
+    size of 1 a channel through all depth. Its normalised weights are another matter, and not here.
+    """
+
+    def __init__(self, config, hidden_size):
+        super().__init__(config, hidden_size)
+        self.alpha = self._gain(config.granularity or "channel")
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.constant_(self.alpha, 0.05 if self.config.init is None else self.config.init)
+
+    def forward(self, stream, branch, context):
+        x, f = _direction(stream), _direction(branch)
+        return _direction(torch.lerp(x, f, self.alpha.to(x.dtype)))
+
+    def gains(self):
+        return {"b": self.alpha.detach()}
+
+    def fold_into(self, out_linear):
+        raise UserError(
+            "a sphere connection divides stream and branch by their size, token by token, so it "
+            "cannot be folded into a weight; keep it as it is"
+        )
+
+
+def _direction(x: Tensor) -> Tensor:
+    """v / rms(v) over the last dimension; a zero vector stays zero."""
+    return F.rms_norm(x, x.shape[-1:], eps=1e-6)
 
 
 def build_connection(config: ConnectionConfig, hidden_size: int) -> Connection:

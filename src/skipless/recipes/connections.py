@@ -4,7 +4,7 @@
 `connections-author-4-KIND` encoders that tell which of four bodies of text a passage is from, whole
 works held out. Within a depth all rows share parameters of the trunk, data, schedule, batch and
 steps. KINDS is the table they are all made of; `skipless compare-connections` trains them and
-docs/connections.md tells how to read the result. Tags C1-C10, I2-I4, I7.
+docs/connections.md tells how to read the result. Tags C1-C11, I2-I4, I7.
 """
 
 from __future__ import annotations
@@ -152,6 +152,10 @@ KINDS: dict[str, Kind] = {
     "universal": Kind(
         label="universal", about="aligned and gated join",
         model=_connection(kind="universal"), group="weights", deep=True,
+    ),
+    "sphere": Kind(
+        label="sphere", about="nGPT's join, directions interpolated by an alpha a channel",
+        model=_connection(kind="sphere"), group="weights", deep=True,
     ),
     "anneal": Kind(
         label="annealed to none", about="a x + f, a falls to 0 over the first half",

@@ -2,7 +2,7 @@
 
 Reads files only: metrics.jsonl (loss, and the rows with gradient norms and gains that
 `probe.trace_every` wrote), train.json, eval.json, data.json. The criteria are constants here and
-stand in the report. Tags C1-C10. Read by join_plots and join_page.
+stand in the report. Tags C1-C11. Read by join_plots and join_page.
 """
 
 from __future__ import annotations
