@@ -3,8 +3,9 @@
     python benchmarks/vision_surgery.py [--quick] [--out runs/vision_surgery.jsonl]
 
 transformers' own ViT and CLIP, freshly initialised, with every skip replaced by `patch`: rezero
-from 0, layerscale from 1e-4, universal from scratch (rho 1, kappa 1). The peer is the model as it
-is (residual), trained in the same run on the same batches. 4,000 MNIST digits train, 1,000 test.
+from 0, layerscale from 1e-4, sphere (nGPT's join) from 0.05, universal from scratch (rho 1, kappa
+1). The peer is the model as it is (residual), trained in the same run on the same batches. 4,000
+MNIST digits train, 1,000 test.
 
   vit    8 layers, width 48, 28 x 28 pixels in 16 patches; share of test images named rightly
   clip   4 + 4 layers, width 48; two digits side by side and their names in letters ("three
@@ -44,7 +45,7 @@ from skipless.data.catalog import Package
 from skipless.data.fetching import fetch_archive
 from skipless.surgery import patch
 
-KINDS = ("residual", "rezero", "layerscale", "universal")
+KINDS = ("residual", "rezero", "layerscale", "sphere", "universal")
 PEER = KINDS[0]
 MODELS = {"vit": "accuracy", "clip": "recall@1"}
 DIGITS = Package(
