@@ -50,8 +50,8 @@ def stock(model, folder: Path):
     """(what stock transformers makes of the folded model's folder, difference of logits)."""
     from transformers import AutoModelForCausalLM
 
-    from skipless.surgery.folding import difference, sample_inputs
-    from skipless.surgery.stock import fold_to_stock
+    from skipless.surgery.slimming.folding import difference, sample_inputs
+    from skipless.surgery.slimming.stock import fold_to_stock
 
     fold_to_stock(model).model.save_pretrained(folder)
     again = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -105,7 +105,7 @@ def speeds(models: dict, ids, rounds: int) -> dict[str, tuple[float, float]]:
 def table(models: dict, differences: dict, rates: dict, held_out: list) -> dict[str, dict]:
     """Print the Markdown table; size, loss and W4A4 increase of every model."""
     from skipless.evaluate import precision_table
-    from skipless.surgery.removal import size_of
+    from skipless.surgery.slimming.removal import size_of
 
     heads = ("model", "class", "parameters", "cache, bytes a token", "forward, tokens/s",
              "generate, tokens/s", "loss", "W8A8", "W4A4", "logits differ by")  # fmt: skip

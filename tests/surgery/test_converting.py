@@ -14,11 +14,12 @@ from skipless.cli import main
 from skipless.errors import UserError
 from skipless.evaluate import loss
 from skipless.surgery import connections, load, patch
-from skipless.surgery.conversion import Conversion, ConversionConfig
-from skipless.surgery.converting import convert
-from skipless.surgery.distilling import divergence
-from skipless.surgery.fitting import RIDGES, Moments, fit_branch
-from skipless.surgery.skips import untrained_curves
+from skipless.surgery.conversion.converting import convert
+from skipless.surgery.conversion.distilling import divergence
+from skipless.surgery.conversion.fitting import RIDGES, Moments, fit_branch
+from skipless.surgery.conversion.results import Conversion
+from skipless.surgery.conversion.settings import ConversionConfig
+from skipless.surgery.conversion.skips import untrained_curves
 
 SHORT = ConversionConfig(steps_per_stage=6, fit_batches=4, lr=3e-3, warmup_steps=1)
 
@@ -351,7 +352,7 @@ def test_a_loss_that_fell_is_drawn_below_zero(tmp_path, monkeypatch):
 
 
 def test_sequences_are_as_long_as_the_model_sees(tiny, tmp_path):
-    from skipless.surgery.converting_text import TextSource
+    from skipless.surgery.conversion.folders import TextSource
 
     for family, length in (("llama", 32), ("gpt2", 32)):
         tiny.build(family).save_pretrained(tmp_path / family)

@@ -14,9 +14,9 @@ from skipless.errors import UserError
 from skipless.model import KeyValueCache, Transformer
 from skipless.quant import quantized
 from skipless.surgery import connections, fold, load, patch, save_pretrained, to_stock, unpatch
-from skipless.surgery.adapters import find_stacks
 from skipless.surgery.dropping import Absent, drop_modules, has_absent
-from skipless.surgery.removal import remove, size_of
+from skipless.surgery.slimming.removal import remove, size_of
+from skipless.surgery.stacks import find_stacks
 
 BASE = ModelConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=40,
                    num_key_value_heads=1, max_position_embeddings=32, hidden_act="swiglu",

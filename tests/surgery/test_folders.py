@@ -9,7 +9,8 @@ import torch
 from skipless.cli import main
 from skipless.errors import UserError
 from skipless.surgery import connections, load, patch
-from skipless.surgery.folders import find_folder, patch_folder, sample_batch
+from skipless.surgery.folders import patch_folder, sample_batch
+from skipless.surgery.sources import find_folder
 
 FAMILIES = ("llama", "gpt2", "bert", "vit", "clip", "whisper")
 
@@ -70,7 +71,7 @@ def test_what_cannot_be_is_one_sentence_and_leaves_nothing(tiny, tmp_path, capsy
         (["plain", "--stacks", "encoder"], "no stack of layers matches 'encoder'"),
         (["patched"], "is patched already"),
         (["empty"], "holds no config.json"),
-        (["sick"], "no numbers: model.layers.1.mlp.up_proj.weight holds NaN or infinity"),
+        (["sick"], "no numbers: model.layers.1.mlp.up_proj.weight is nan at [0, 0]"),
         (["cut"], "cannot be loaded as LlamaForCausalLM"),
         (["odd"], "holds a LlamaForCausalMM"),
         (["smolm2-135m"], "did you mean 'smollm2-135m'"),

@@ -142,7 +142,7 @@ def test_f3_is_refused_where_eps_counts():
 
 
 def test_a_difference_above_the_limit_is_an_error(tiny, monkeypatch):
-    from skipless.surgery import folding
+    from skipless.surgery.slimming import folding
 
     model = patch(tiny.build("llama"), "rezero")
     monkeypatch.setattr(folding, "scale_output", lambda linear, gain: linear.weight.data.mul_(2))

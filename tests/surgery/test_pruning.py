@@ -13,7 +13,8 @@ from skipless.errors import UserError
 from skipless.evaluate import loss
 from skipless.model import Transformer
 from skipless.surgery import connections, load, patch, prune, save_pretrained, shares
-from skipless.surgery.ranking import Trials, candidates, layer_names, measure_shares
+from skipless.surgery.slimming.shares import candidates, layer_names, measure_shares
+from skipless.surgery.slimming.trials import Trials
 
 BASE = ModelConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=40,
                    max_position_embeddings=32,
@@ -187,10 +188,10 @@ def test_layers_in_front_are_not_computed_again():
 
 
 def test_too_much_to_keep_is_computed(monkeypatch):
-    from skipless.surgery import ranking
+    from skipless.surgery.slimming import trials
 
     expected = trials_of(different()).alone()
-    monkeypatch.setattr(ranking, "KEPT_BYTES", 10)
+    monkeypatch.setattr(trials, "KEPT_BYTES", 10)
     found = trials_of(different())
     assert found._kept.outputs == {} and found.alone() == expected
 

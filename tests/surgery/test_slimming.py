@@ -158,19 +158,19 @@ def test_a_model_without_a_next_token_folds_unmeasured_and_is_not_pruned(
 
 
 def test_a_decoder_predicts_and_a_head_that_is_missing_is_told(tiny, tmp_path):
-    from skipless.surgery.language_models import load_language_model, no_next_token
+    from skipless.surgery.reading import no_next_token, read_language_model
 
     for family in ("llama", "gpt2", "mixtral"):
         assert no_next_token(tiny.build(family)) == ""
     assert "predicts no next token" in no_next_token(tiny.build("llama").model)
     tiny.build("llama").model.save_pretrained(tmp_path / "body")
     with pytest.raises(UserError, match="LlamaModel predicts no next token, as LlamaForCausalLM"):
-        load_language_model(tmp_path / "body")
+        read_language_model(tmp_path / "body")
     config = json.loads((tmp_path / "body" / "config.json").read_text())
     del config["architectures"]
     (tmp_path / "body" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="lacks the weight lm_head.weight"):
-        load_language_model(tmp_path / "body")
+        read_language_model(tmp_path / "body")
 
 
 def test_what_cannot_be_is_one_sentence_and_leaves_nothing(

@@ -25,8 +25,8 @@ from skipless.surgery import (
     save_pretrained,
     unpatch,
 )
-from skipless.surgery.causality import is_causal
 from skipless.surgery.folders import patch_folder
+from skipless.surgery.universal.causality import is_causal
 
 from .universal_models import ALIGNERS, PADDED, build, config, difference, gradients, ids, lively
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipless.surgery import find_stacks, patch, unpatch
-from skipless.surgery.causality import is_causal
+from skipless.surgery.universal.causality import is_causal
 
 from .universal_models import (
     ALIGNERS,

@@ -80,8 +80,8 @@ def convert(
     if untrained and out is not None:
         new_folder(out)
     from skipless.report.conversion import draw_conversions, draw_untrained
-    from skipless.surgery.conversion import SITES, ConversionConfig
-    from skipless.surgery.converting_text import TextSource, convert_folder, measure_untrained
+    from skipless.surgery.conversion.folders import TextSource, convert_folder, measure_untrained
+    from skipless.surgery.conversion.settings import SITES, ConversionConfig
 
     config = ConversionConfig(
         to=to, sites=sites or SITES, layers=layers, order=order, skips_per_stage=skips_per_stage,

@@ -58,7 +58,7 @@ def prune(
     _positive("--tolerance", tolerance)
     _positive("--loss-budget", loss_budget)
     tokens = _tokens(num_tokens)
-    from skipless.surgery.slimming import prune_folder
+    from skipless.surgery.slimming.folders import prune_folder
 
     done = prune_folder(
         model, path, text=text, tolerance=tolerance, loss_budget=loss_budget, unit=unit,
@@ -107,7 +107,7 @@ def fold(
     """
     path = new_folder(out)
     tokens = _tokens(num_tokens)
-    from skipless.surgery.slimming import fold_folder
+    from skipless.surgery.slimming.folders import fold_folder
 
     done = fold_folder(model, path, text=text, norm_gains=norm_gains, num_tokens=tokens)
     folded = done.folded

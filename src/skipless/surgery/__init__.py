@@ -1,16 +1,17 @@
 """Surgery on loaded Hugging Face models: other skip connections, and back."""
 
-from skipless.surgery.adapters import FAMILIES, SUBLAYERS, find_stacks
-from skipless.surgery.conversion import Conversion, ConversionConfig
-from skipless.surgery.converting import convert
-from skipless.surgery.folding import Folded, fold
+from skipless.surgery.conversion.converting import convert
+from skipless.surgery.conversion.results import Conversion
+from skipless.surgery.conversion.settings import ConversionConfig
+from skipless.surgery.conversion.skips import untrained_curves
 from skipless.surgery.loading import load
 from skipless.surgery.patching import patch, unpatch
-from skipless.surgery.pruning import Pruned, PruneRow, prune, shares
 from skipless.surgery.records import connections, gains, set_training_progress
 from skipless.surgery.saving import save_pretrained
-from skipless.surgery.skips import untrained_curves
-from skipless.surgery.stock import to_stock
+from skipless.surgery.slimming.folding import Folded, fold
+from skipless.surgery.slimming.pruning import Pruned, PruneRow, prune, shares
+from skipless.surgery.slimming.stock import to_stock
+from skipless.surgery.stacks import FAMILIES, SUBLAYERS, find_stacks
 
 __all__ = [
     "Conversion",

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.model import IDENTITY, Connection, build_connection
-from skipless.surgery.adapters import (
+from skipless.surgery.stacks import (
     Join,
     Layer,
     Stack,

@@ -6,7 +6,6 @@ sample (random tokens, image or sound, seed 0), and written with its tokenizer b
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.errors import UserError, check_choice, suggestion
+from skipless.errors import UserError, check_choice
 from skipless.outputs import free_folder, written_folder
-from skipless.pretrained import HEADER, MODELS, fetch_model
 from skipless.surgery.patching import kinds, patch
-from skipless.surgery.reading import model_type, read_model
+from skipless.surgery.reading import read_model
 from skipless.surgery.records import connections
 from skipless.surgery.saving import MODEL_TYPE, save_pretrained
+from skipless.surgery.sources import copy_tokenizer, find_folder, model_type
 
-__all__ = ["PatchedFolder", "find_folder", "patch_folder", "sample_batch"]
+__all__ = ["PatchedFolder", "patch_folder", "sample_batch"]
 
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
 _NUM_TOKENS = 32
 
 
@@ -76,10 +74,7 @@ def patch_folder(
     after = _output(loaded, batch)
     with written_folder(target) as temporary:
         save_pretrained(loaded, temporary)
-        for file in source.iterdir():  # tokenizer, processor; not what was written anew
-            copied = file.is_file() and not file.name.endswith((*_WEIGHTS, HEADER))
-            if copied and not (temporary / file.name).exists():
-                shutil.copy2(file, temporary / file.name)
+        copy_tokenizer(source, temporary)
     found = connections(loaded)
     names = (name.rpartition(".") for name in found)
     return PatchedFolder(
@@ -92,19 +87,6 @@ def patch_folder(
         difference=float((after.double() - before.double()).abs().max()),
         largest=float(before.double().abs().max()),
     )  # fmt: skip
-
-
-def find_folder(model: str) -> Path:
-    """The folder that `model` names: itself, or a fetched model of the catalog."""
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if model in MODELS.names():
-        return fetch_model(model)
-    raise UserError(
-        f"{model} is neither a folder nor a named model; "
-        f"{suggestion(model, MODELS.names(), noun='model')}"
-    )
 
 
 def _load(path: Path) -> Any:

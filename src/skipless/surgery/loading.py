@@ -19,9 +19,10 @@ from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
 from skipless.model import Connection
 from skipless.surgery.patching import patch_as
-from skipless.surgery.reading import check_shapes
+from skipless.surgery.reading import check_layers, check_shapes
 from skipless.surgery.records import RECORD
 from skipless.surgery.saving import INDEX, MODEL_TYPE, PREFIX, saving_class
+from skipless.surgery.sources import is_run
 
 __all__ = ["load"]
 
@@ -67,7 +68,7 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
         except Exception as error:  # the validators of configs have exceptions of their own
             reason = " ".join(str(error).split()).replace(staging, str(path))
             raise UserError(f"{path} cannot be loaded as {name}: {reason}") from error
-    _check_whole(path, report)
+    _check_whole(path, model, report)
     model.__class__ = saving_class(cls)
     model.config._name_or_path = str(path)
     for module in model.modules():
@@ -76,7 +77,7 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
     return model
 
 
-def _check_whole(path: Path, report: dict[str, Any]) -> None:
+def _check_whole(path: Path, model: Any, report: dict[str, Any]) -> None:
     """Raise UserError unless the files held just the weights that the model has."""
     for key in sorted(report["missing_keys"], key=lambda key: ("_connection." not in key, key)):
         noun = "gain" if "_connection." in key else "weight"
@@ -86,6 +87,7 @@ def _check_whole(path: Path, report: dict[str, Any]) -> None:
             f"{path} holds the gain {key}, which its config.json does not name; the two are not of "
             "one model: save it again"
         )
+    check_layers(path, model, report["unexpected_keys"])
     check_shapes(path, report)
 
 
@@ -102,6 +104,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     settings = parse_json(read_text(file), where=str(file))
     if not isinstance(settings, dict):
         raise UserError(f"{file} holds no settings but a {type(settings).__name__}; save it again")
+    if is_run(settings):
+        raise UserError(f"{path} is a run and no patched model; skipless.train.load_run reads it")
     if settings.get("model_type") != MODEL_TYPE:
         raise UserError(
             f"{path} holds an unpatched {settings.get('model_type')} model; load it with "

@@ -28,14 +28,14 @@ from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
 from skipless.model.initializers import generator_for
 from skipless.sites import weight_of
-from skipless.surgery.adapters import SUBLAYERS, Join, Layer, Stack, find_stacks, original
-from skipless.surgery.causality import is_causal
-from skipless.surgery.contexts import PatchedUniversal, carries, carry, place, uncarry
+from skipless.surgery.checking import check_model, read_layers, read_sites, read_stacks
 from skipless.surgery.dropping import drop_modules, refuse_absent
 from skipless.surgery.records import connections, refresh_record
-from skipless.surgery.requests import check_model, read_layers, read_sites, read_stacks
 from skipless.surgery.rewriting import joining_class, joins_of
 from skipless.surgery.saving import is_pretrained, saving_class
+from skipless.surgery.stacks import SUBLAYERS, Join, Layer, Stack, find_stacks, original
+from skipless.surgery.universal.causality import is_causal
+from skipless.surgery.universal.contexts import PatchedUniversal, carries, carry, place, uncarry
 
 __all__ = ["CONSTANT_KINDS", "kinds", "patch", "patch_as", "unpatch"]
 
@@ -48,8 +48,9 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in CONSTANT_KINDS},
     "rezero": {"init": 1.0}, "layerscale": {"init": 1.0}, "interpolate": {"scale": 2.0},
     "gated": {"scale": 2.0}, "universal": {"universal": UniversalConfig(rho=0.0, kappa=2.0)},
+    "sphere": {},
 }  # fmt: skip
-"""What a kind given by name starts with: the weights that change no logit."""
+"""What a kind given by name starts with: the weights that change no logit, if it has such."""
 
 
 def patch(
@@ -62,7 +63,7 @@ def patch(
 ) -> nn.Module:
     """Replace skip connections in place; returns the model.
 
-    `connection` by name starts neutral: every kind but none then leaves all logits bit-equal. A
+    `connection` by name starts neutral: every kind but none and sphere then leaves all logits bit-equal. A
     ConnectionConfig is taken literally (rezero then starts at 0). `sites`: attention,
     cross_attention, mlp. `layers`: indices, negative ones from the end; None means all. `stacks`:
     part of a dotted name ("encoder", "vision_model") or a pattern, for models with several.

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from skipless.errors import UserError
-from skipless.surgery.adapters import forward_tree, original, stream_additions
+from skipless.surgery.stacks import forward_tree, original, stream_additions
 
 Joins = frozenset[tuple[int, str]]
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig
 from skipless.model import IDENTITY, Transformer, build_connection, is_absent
 from skipless.quant import evaluation_mode, run_batch
-from skipless.surgery.adapters import find_stacks
 from skipless.surgery.dropping import drop_modules, layer_types, number_caches
 from skipless.surgery.records import connections, refresh_record
+from skipless.surgery.stacks import find_stacks
 
 __all__ = ["Size", "remove", "size_of"]
 

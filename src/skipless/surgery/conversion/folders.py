@@ -6,26 +6,28 @@ documents (`skipless.data`). `convert` does the work.
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipless.config import DataConfig
-from skipless.data import Loader, PreparedData, evaluation_batches, prepare
+from skipless.data import Loader, evaluation_batches
 from skipless.errors import UserError
 from skipless.log import say
-from skipless.pretrained import HEADER
-from skipless.surgery.conversion import Conversion, ConversionConfig, Untrained
-from skipless.surgery.converting import convert
-from skipless.surgery.converting_inputs import check_folder
-from skipless.surgery.folders import find_folder
-from skipless.surgery.language_models import load_language_model
-from skipless.surgery.reading import model_type
+from skipless.surgery.conversion.converting import convert
+from skipless.surgery.conversion.keeping import check_folder
+from skipless.surgery.conversion.results import Conversion, Untrained
+from skipless.surgery.conversion.settings import ConversionConfig
+from skipless.surgery.conversion.skips import untrained_curves
+from skipless.surgery.reading import read_language_model
 from skipless.surgery.saving import MODEL_TYPE
-from skipless.surgery.skips import untrained_curves
+from skipless.surgery.sources import (
+    copy_tokenizer,
+    find_folder,
+    model_type,
+    prepare_text,
+    seen_tokens,
+)
 from skipless.train.distributed import choose_device
 from skipless.train.memory import keep_freed_memory
 
@@ -33,7 +35,6 @@ __all__ = ["TextSource", "convert_folder", "measure_untrained"]
 
 LONGEST = 256
 """Tokens a sequence where none are asked for."""
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class TextSource:
         """Tokens a sequence."""
         if self.sequence_length is not None:
             return self.sequence_length
-        return min(LONGEST, _positions(find_folder(self.model)) or LONGEST)
+        return min(LONGEST, seen_tokens(find_folder(self.model)) or LONGEST)
 
     def to_dict(self) -> dict[str, Any]:
         """What a conversion's record says of it; the device is no part of the settings."""
@@ -84,13 +85,13 @@ class TextSource:
             keep_freed_memory()
         folder = find_folder(self.model)
         model = _load(folder)
-        limit = _positions(folder) or self.length
+        limit = seen_tokens(folder) or self.length
         if self.length > limit:
             raise UserError(
                 f"sequence_length is {self.length} and {self.model} sees {limit} tokens "
                 f"at most; choose {limit} or less"
             )
-        data = _prepare(folder, tuple(self.text), model.config.vocab_size)
+        data = prepare_text(folder / "tokenizer.json", self.text, model.config.vocab_size)
         loader = Loader(data.train, self.length, self.batch_size)
         held_out = evaluation_batches(
             data.held_out, self.length, self.batch_size, self.held_out_tokens
@@ -98,11 +99,17 @@ class TextSource:
         return model.to(device), loader, held_out
 
 
-def convert_folder(source: TextSource, out: str | Path, config: ConversionConfig) -> Conversion:
+def convert_folder(
+    source: TextSource,
+    out: str | Path,
+    config: ConversionConfig,
+    draw: Callable[[Conversion], Any] | None = None,
+) -> Conversion:
     """Convert a model of the disk into the folder `out`, or go on with what is there.
 
-    Raises UserError as `convert` does, and when the first stage is beyond the budget already, so
-    that there is no model to write; the record is in `out` then.
+    `draw` puts a figure beside the model. Raises UserError as `convert` does, and when the first
+    stage is beyond the budget already, so that there is no model to write; the record is in `out`
+    then.
     """
     target = Path(out)
     check_folder(target, config, source.to_dict())  # before anything large is read
@@ -113,7 +120,16 @@ def convert_folder(source: TextSource, out: str | Path, config: ConversionConfig
             f"NOTE: {', '.join(source.text)} has {loader.num_windows} sequences, fewer than the "
             f"{needed} of a stage: the model sees them again and again"
         )
-    found = convert(model, loader, held_out, config, folder=target, source=source.to_dict())
+
+    def beside(found: Conversion) -> None:
+        if found.converted:
+            copy_tokenizer(find_folder(source.model), target)
+            if draw is not None:
+                draw(found)
+
+    found = convert(
+        model, loader, held_out, config, folder=target, source=source.to_dict(), on_finish=beside
+    )
     if not found.converted:
         row = found.stages[0]
         raise UserError(
@@ -121,10 +137,6 @@ def convert_folder(source: TextSource, out: str | Path, config: ConversionConfig
             f"{config.loss_budget}; give a higher loss_budget or more steps (the numbers are in "
             f"{target / 'convert.json'}, no model was written)"
         )
-    for file in find_folder(source.model).iterdir():  # tokenizer; not what was written anew
-        copied = file.is_file() and not file.name.endswith((*_WEIGHTS, HEADER))
-        if copied and not (target / file.name).exists():
-            shutil.copy2(file, target / file.name)
     return found
 
 
@@ -136,28 +148,10 @@ def measure_untrained(
     return untrained_curves(model, held_out, config, points=points)
 
 
-def _positions(folder: Path) -> int | None:
-    """How many tokens the folder's model sees, where its config says so."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        found = config.get("max_position_embeddings", config.get("n_positions"))
-    except (OSError, ValueError, AttributeError):
-        return None  # told by whoever loads the model
-    return found if isinstance(found, int) and found > 0 else None
-
-
 def _load(folder: Path) -> Any:
     if model_type(folder) == MODEL_TYPE:
         raise UserError(
             f"{folder} is patched or converted already; in Python, skipless.surgery.load and "
             "convert(..., teacher=the original) go on with other sites"
         )
-    return load_language_model(folder)
-
-
-def _prepare(folder: Path, text: tuple[str, ...], vocab_size: int) -> PreparedData:
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} holds no tokenizer.json; save the model's fast tokenizer there")
-    return prepare(
-        DataConfig(sources=text, tokenizer=str(folder / "tokenizer.json")), vocab_size
-    )  # fmt: skip
+    return read_language_model(folder)

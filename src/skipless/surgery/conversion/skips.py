@@ -18,12 +18,13 @@ from skipless.config import ConnectionConfig
 from skipless.evaluate.losses import as_list
 from skipless.log import progress
 from skipless.model import Connection
-from skipless.surgery.adapters import SUBLAYERS, find_stacks
-from skipless.surgery.conversion import ConversionConfig, Untrained
-from skipless.surgery.distilling import Loss, Yardstick
+from skipless.surgery.conversion.distilling import Loss, Yardstick
+from skipless.surgery.conversion.results import Untrained
+from skipless.surgery.conversion.settings import ConversionConfig
 from skipless.surgery.patching import patch, patch_as, unpatch
-from skipless.surgery.pruning import shares
 from skipless.surgery.records import connections, record
+from skipless.surgery.slimming.pruning import shares
+from skipless.surgery.stacks import SUBLAYERS, find_stacks
 
 __all__ = [
     "close_joins", "count_skips", "open_joins", "ordered", "removal_curve", "set_joins",

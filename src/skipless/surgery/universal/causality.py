@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.surgery.adapters import Stack, classify
+from skipless.surgery.stacks import Stack, classify
 
 __all__ = ["is_causal"]
 

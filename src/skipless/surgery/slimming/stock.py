@@ -16,7 +16,7 @@ import torch
 from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.model import Transformer, is_absent
-from skipless.surgery.folding import LIMIT, Folded, difference, fold, sample_inputs
+from skipless.surgery.slimming.folding import LIMIT, Folded, difference, fold, sample_inputs
 
 __all__ = ["fold_to_stock", "to_stock"]
 

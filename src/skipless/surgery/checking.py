@@ -1,6 +1,6 @@
-"""What `patch` is asked for, read and checked: the model, sublayers, layer indices, stacks.
+"""What surgery is given, read and checked: model, weights, sublayers, layer indices, stacks.
 
-Nothing here looks into layers; `patching.py`, which reads this, does.
+Nothing here looks into layers; `stacks.py` does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from skipless.errors import UserError, check_choice
-from skipless.surgery.adapters import SUBLAYERS
+from skipless.surgery.stacks import SUBLAYERS
 
-__all__ = ["check_model", "read_layers", "read_sites", "read_stacks"]
+__all__ = ["check_finite", "check_model", "read_layers", "read_sites", "read_stacks"]
 
 
 def check_model(model: Any, *, wrapped: bool = False) -> None:
@@ -36,6 +36,23 @@ def check_model(model: Any, *, wrapped: bool = False) -> None:
             raise UserError(
                 f"{name} saves adapters and would leave the connections out; patch the model "
                 "before get_peft_model (modules_to_save keeps trained gains in the adapter)"
+            )
+
+
+def check_finite(model: nn.Module, where: str = "") -> None:
+    """Raise UserError for a weight that is NaN or infinite, with its name and its first such entry.
+
+    `where` is what the sentence calls the model: its folder, or else its class.
+    """
+    for name, parameter in model.named_parameters():
+        broken = ~parameter.detach().isfinite()
+        if bool(broken.any()):
+            index, *more = broken.nonzero().tolist()
+            value = float(parameter.detach()[tuple(index)])
+            others = f" (and {len(more):,} others are not finite)" if more else ""
+            raise UserError(
+                f"{where or type(model).__name__} computes no numbers: {name} is {value} at "
+                f"{index}{others}; get its weights anew"
             )
 
 

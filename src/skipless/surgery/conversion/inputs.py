@@ -1,7 +1,4 @@
-"""What `convert` is given, checked before work begins: model, folder, batches by number.
-
-Read by `converting.py` and `converting_text.py`.
-"""
+"""What `convert` is given, checked before work begins: the model, and batches by number."""
 
 from __future__ import annotations
 
@@ -14,12 +11,11 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
-from skipless.rundir import RunDir
 from skipless.sites import first_tensor
-from skipless.surgery.conversion import RECORD_FILE, Conversion, ConversionConfig
-from skipless.surgery.distilling import Loss
+from skipless.surgery.checking import check_finite
+from skipless.surgery.conversion.distilling import Loss
 
-__all__ = ["Batches", "by_step", "check_folder", "check_model", "count"]
+__all__ = ["Batches", "by_step", "check_model", "count"]
 
 
 @runtime_checkable
@@ -29,31 +25,6 @@ class Batches(Protocol):
     def batch(self, step: int) -> Any:
         """The batch of `step`, always the same one."""
         ...
-
-
-def check_folder(path: Path, config: ConversionConfig, source: dict[str, Any]) -> None:
-    """Raise UserError unless `path` is free, or holds an unfinished conversion of these settings.
-
-    Nothing is changed.
-    """
-    if not path.exists() or (path.is_dir() and not {p.name for p in path.iterdir()} - {".lock"}):
-        return
-    found = RunDir(path).read_json(RECORD_FILE) if path.is_dir() else None
-    if found is None:
-        raise UserError(f"{path} exists already; name a folder that does not")
-    old = Conversion.from_dict(found, where=f"{path / RECORD_FILE}: ")
-    if old.finished:
-        raise UserError(
-            f"{path} holds a finished conversion ({old.describe()}); name another folder"
-        )
-    before = {**old.settings.to_dict(), **old.source}
-    after = {**config.to_dict(), **source}
-    for key in after:
-        if before.get(key) != after[key]:
-            raise UserError(
-                f"{path} holds a conversion with other settings ({key} is {before.get(key)!r} "
-                f"there and {after[key]!r} here); continue it with its own, or name another folder"
-            )
 
 
 def check_model(model: nn.Module, loss: Loss | None, folder: str | Path | None) -> None:
@@ -71,6 +42,7 @@ def check_model(model: nn.Module, loss: Loss | None, folder: str | Path | None) 
         raise UserError(
             f"{name} is no transformers model and cannot be saved; leave out the folder"
         )
+    check_finite(model)
     if loss is None and not _predicts_next_tokens(name):
         raise UserError(
             f"{name} is no causal language model; pass loss=, a function of model and held-out "

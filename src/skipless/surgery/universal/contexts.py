@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.model.context import ForwardContext
 from skipless.model.interpolation import Universal
-from skipless.surgery.adapters import Layer, original
 from skipless.surgery.rewriting import Joins, joining_class, joins_of, namesake, reducer
-from skipless.surgery.states import LayerState, state_of
+from skipless.surgery.stacks import Layer, original
+from skipless.surgery.universal.states import LayerState, state_of
 
 __all__ = ["PatchedUniversal", "carries", "carry", "place", "uncarry"]
 

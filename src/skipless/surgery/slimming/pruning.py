@@ -24,8 +24,9 @@ from skipless.evaluate import loss as language_loss
 from skipless.evaluate.losses import as_list
 from skipless.log import console
 from skipless.model import Connection
-from skipless.surgery.ranking import Share, Trials, candidates, layer_names, measure_shares
-from skipless.surgery.removal import Size, remove, size_of
+from skipless.surgery.slimming.removal import Size, remove, size_of
+from skipless.surgery.slimming.shares import Share, candidates, layer_names, measure_shares
+from skipless.surgery.slimming.trials import Trials
 
 __all__ = ["PruneRow", "Pruned", "prune", "shares"]
 

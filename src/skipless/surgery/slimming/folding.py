@@ -35,10 +35,10 @@ from skipless.log import console
 from skipless.model import IDENTITY, Connection, Transformer, is_absent
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import bias_of, first_tensor, weight_of
-from skipless.surgery.adapters import find_stacks
 from skipless.surgery.dropping import revive
 from skipless.surgery.patching import CONSTANT_KINDS, patch, unpatch
 from skipless.surgery.records import connections
+from skipless.surgery.stacks import find_stacks
 from skipless.surgery.tracing import trace
 
 __all__ = ["Folded", "fold"]

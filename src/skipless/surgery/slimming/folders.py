@@ -9,9 +9,9 @@ and compared before it gets its name. See docs/surgery.md.
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,28 +19,32 @@ from typing import Any, Literal
 
 import torch
 
-from skipless.config import DataConfig, to_json
-from skipless.data import PreparedData, evaluation_batches, open_batches, prepare
+from skipless.config import to_json
 from skipless.errors import UserError
-from skipless.evaluate import accuracy, precision_table
-from skipless.evaluate import loss as language_loss
+from skipless.evaluate import precision_table
 from skipless.log import console
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
-from skipless.pretrained import HEADER
 from skipless.rundir import CONFIG, WEIGHTS, RunDir
 from skipless.surgery.dropping import has_absent
-from skipless.surgery.folders import find_folder, sample_batch
-from skipless.surgery.folding import LIMIT, Folded, difference, fold, sample_inputs
-from skipless.surgery.language_models import load_language_model, no_next_token
+from skipless.surgery.folders import sample_batch
 from skipless.surgery.loading import load
 from skipless.surgery.patching import patch, unpatch
-from skipless.surgery.pruning import Pruned, prune
-from skipless.surgery.reading import model_type
 from skipless.surgery.records import connections
 from skipless.surgery.saving import MODEL_TYPE, save_pretrained
-from skipless.surgery.stock import fold_to_stock
-from skipless.train import LoadedRun, load_run
+from skipless.surgery.slimming.folding import LIMIT, Folded, difference, fold, sample_inputs
+from skipless.surgery.slimming.opening import (
+    Source,
+    holds_run,
+    next_token_loss,
+    open_folded,
+    open_run,
+    open_source,
+)
+from skipless.surgery.slimming.pruning import Pruned, prune
+from skipless.surgery.slimming.stock import fold_to_stock
+from skipless.surgery.sources import find_folder, model_type
+from skipless.train import LoadedRun
 from skipless.train.distributed import World
 from skipless.train.load import save_weights
 from skipless.train.result import RESULT
@@ -48,12 +52,6 @@ from skipless.train.result import RESULT
 __all__ = ["FoldedFolder", "PrunedFolder", "fold_folder", "prune_folder"]
 
 SCHEMES = ("W8A8", "W4A4")
-TEXT = "sotu"
-"""What a Hugging Face model is measured on where no text is named."""
-BATCH_SIZE = 8
-LONGEST = 256
-"""Tokens a sequence of a Hugging Face model, if it sees as many."""
-_WEIGHT_FILES = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +100,7 @@ def prune_folder(
     an `out` that holds something, a run that is not finished, and a model without a text.
     """
     target = free_folder(out)
-    source = _open(model, text, num_tokens)
+    source = open_source(_find(model, num_tokens), text, num_tokens)
     plain_before = not isinstance(source.model, Transformer) and not connections(source.model)
     if plain_before:
         patch(source.model, "residual")
@@ -110,7 +108,7 @@ def prune_folder(
     with _quiet():
         pruned = prune(
             source.model, source.chosen_on, tolerance, loss_budget=loss_budget, unit=unit,
-            loss=None if source.loss is _language_loss else source.loss,
+            loss=None if source.loss is next_token_loss else source.loss,
         )  # fmt: skip
     after = source.loss(source.model, source.held_out)
     with written_folder(target) as temporary:
@@ -136,9 +134,9 @@ def fold_folder(
     """
     target = free_folder(out)
     folder = _find(model, num_tokens)
-    unmeasured, inputs = "", None
-    if _is_run(folder):
-        source = _open_run(folder, text, num_tokens)
+    inputs = None
+    if holds_run(folder):
+        source = open_run(folder, text, num_tokens)
         with _quiet():
             folded = fold_to_stock(source.model, norm_gains=norm_gains)
     else:
@@ -147,19 +145,9 @@ def fold_folder(
         inputs = {name: torch.cat([value, value.flip(-1)]) for name, value in one.items()}
         with _quiet():
             folded = fold(loaded, inputs, norm_gains=norm_gains)  # refused before a text is read
-        unmeasured = no_next_token(loaded)
-        if not unmeasured and not text and not (folder / "tokenizer.json").is_file():
-            unmeasured = f"{folder} holds no tokenizer.json"
-        if unmeasured and text:
-            raise UserError(f"--text measures the loss of the next token, and {unmeasured}; leave "
-                            "it out")  # fmt: skip
-        source = (
-            _Source(model=loaded, chosen_on=[], held_out=[], loss=_language_loss, folder=folder)
-            if unmeasured
-            else _with_text(folder, loaded, text, num_tokens)
-        )
+        source = open_folded(folder, loaded, text, num_tokens)
     plain: Any = folded.model
-    losses = [{} if unmeasured else _losses(source, each) for each in (source.model, plain)]
+    losses = {} if source.unmeasured else _losses(source, plain)
     with written_folder(target) as temporary:
         plain.save_pretrained(temporary)
         source.copy_tokenizer(temporary)
@@ -171,42 +159,9 @@ def fold_folder(
                 f"and {LIMIT:g} is the limit; nothing was written"
             )
     return FoldedFolder(
-        path=target, model=type(plain).__name__, unmeasured=unmeasured,
-        folded=Folded(model=again, difference=found, folded=folded.folded, kept=folded.kept,
-                      zeroed=folded.zeroed),
-        losses={name: (losses[0][name], losses[1][name]) for name in losses[0]},
+        path=target, model=type(plain).__name__, losses=losses, unmeasured=source.unmeasured,
+        folded=dataclasses.replace(folded, model=again, difference=found),
     )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """A model that was read, and what to measure it on."""
-
-    model: Any
-    chosen_on: list[Any]
-    held_out: list[Any]
-    loss: Callable[[Any, list[Any]], float]
-    run: LoadedRun | None = None
-    folder: Path
-
-    def copy_tokenizer(self, target: Path) -> None:
-        """Everything beside weights and config that transformers reads: the tokenizer."""
-        if self.run is not None:
-            from transformers import PreTrainedTokenizerFast
-
-            file = str(self.run.data.tokenizer_path)
-            PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(target)
-            return
-        for file in self.folder.iterdir():
-            copied = file.is_file() and not file.name.endswith((*_WEIGHT_FILES, HEADER))
-            if copied and not (target / file.name).exists():
-                shutil.copy2(file, target / file.name)
-
-
-def _open(model: str, text: Sequence[str], num_tokens: int) -> _Source:
-    folder = _find(model, num_tokens)
-    opened = _open_run if _is_run(folder) else _open_model
-    return opened(folder, text, num_tokens)
 
 
 def _find(model: str, num_tokens: int) -> Path:
@@ -224,80 +179,18 @@ def _load_patched(folder: Path) -> Any:
     return load(folder)
 
 
-def _is_run(folder: Path) -> bool:
-    try:
-        return "model_type" not in json.loads((folder / CONFIG).read_text())
-    except (OSError, ValueError, TypeError):
-        raise UserError(
-            f"{folder} holds no {CONFIG} that can be read; name a run directory or the folder of a "
-            "Hugging Face model"
-        ) from None
-
-
-def _open_run(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
-    run = load_run(folder)
-    if not run.is_finished:
-        raise UserError(f"{folder} is not finished; continue it with `skipless train {folder}`")
-    config, data = run.config, run.data
-    classifies = config.model.num_labels is not None
-    if text and classifies:
-        raise UserError("a classifier is measured on the texts that it was trained on; leave --text"
-                        " out")  # fmt: skip
-    if text:
-        data = _prepare(text, run.data.tokenizer_path, config.model.vocab_size)
-    chosen, held_out = (
-        open_batches(config, data, split, BATCH_SIZE, num_tokens) for split in ("train", "held_out")
-    )
-    return _Source(
-        model=run.model, chosen_on=chosen, held_out=held_out, run=run, folder=folder,
-        loss=_label_loss if classifies else _language_loss,
-    )  # fmt: skip
-
-
-def _open_model(folder: Path, text: Sequence[str], num_tokens: int) -> _Source:
-    patched = model_type(folder) == MODEL_TYPE
-    model = load(folder) if patched else load_language_model(folder)
-    reason = no_next_token(model) if patched else ""
-    if reason:
-        raise UserError(f"{folder}: {reason}, so no loss tells what it needs; in Python, prune "
-                        "takes loss=")  # fmt: skip
-    return _with_text(folder, model, text, num_tokens)
-
-
-def _with_text(folder: Path, model: Any, text: Sequence[str], num_tokens: int) -> _Source:
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} holds no tokenizer.json; save the model's fast tokenizer there")
-    data = _prepare(text or (TEXT,), folder / "tokenizer.json", model.config.vocab_size)
-    length = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, LONGEST)
-    chosen, held_out = (
-        evaluation_batches(shard, min(length, shard.num_tokens - 1), BATCH_SIZE, num_tokens)
-        for shard in (data.train, data.held_out)
-    )
-    return _Source(
-        model=model, chosen_on=chosen, held_out=held_out, loss=_language_loss, folder=folder
-    )
-
-
-def _prepare(text: Sequence[str], tokenizer: Path, vocab_size: int) -> PreparedData:
-    return prepare(DataConfig(sources=tuple(text), tokenizer=str(tokenizer)), vocab_size)
-
-
-def _language_loss(model: Any, batches: list[Any]) -> float:
-    return language_loss(model, batches).nats
-
-
-def _label_loss(model: Any, batches: list[Any]) -> float:
-    return accuracy(model, batches).nats
-
-
-def _losses(source: _Source, model: Any) -> dict[str, float]:
-    rows = precision_table(model, source.held_out, SCHEMES, ("linear",))
-    found = {row["scheme"]: row["loss"] for row in rows}
-    return {"full precision": rows[0]["full_precision"], **found}
+def _losses(source: Source, folded: Any) -> dict[str, tuple[float, float]]:
+    """Held-out loss before and after folding, by scheme."""
+    found = []
+    for model in (source.model, folded):
+        rows = precision_table(model, source.held_out, SCHEMES, ("linear",))
+        by_scheme = {row["scheme"]: row["loss"] for row in rows}
+        found.append({"full precision": rows[0]["full_precision"], **by_scheme})
+    return {name: (found[0][name], found[1][name]) for name in found[0]}
 
 
 def _write(
-    source: _Source, folder: Path, pruned: Pruned, held_out: float, plain_before: bool
+    source: Source, folder: Path, pruned: Pruned, held_out: float, plain_before: bool
 ) -> Literal["run", "patched", "plain"]:
     if source.run is not None:
         _write_run(source.run, folder, pruned, held_out)

@@ -1,0 +1,145 @@
+"""What `prune` and `fold` get on the command line, opened: a run or a Hugging Face folder, with
+text to choose on and text to check on.
+
+A run brings its own text; other models are measured on TEXT where none is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skipless.data import evaluation_batches, open_batches
+from skipless.errors import UserError
+from skipless.evaluate import accuracy
+from skipless.evaluate import loss as language_loss
+from skipless.rundir import CONFIG
+from skipless.surgery.loading import load
+from skipless.surgery.reading import no_next_token, read_language_model
+from skipless.surgery.saving import MODEL_TYPE
+from skipless.surgery.sources import copy_tokenizer, is_run, model_type, prepare_text
+from skipless.train import LoadedRun, load_run
+
+__all__ = ["Source", "holds_run", "open_folded", "open_run", "open_source"]
+
+TEXT = "sotu"
+"""What a Hugging Face model is measured on where no text is named."""
+BATCH_SIZE = 8
+LONGEST = 256
+"""Tokens a sequence of a Hugging Face model, if it sees as many."""
+
+
+def next_token_loss(model: Any, batches: list[Any]) -> float:
+    """Nats a token."""
+    return language_loss(model, batches).nats
+
+
+def label_loss(model: Any, batches: list[Any]) -> float:
+    """Nats a label, of a classifier."""
+    return accuracy(model, batches).nats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model that was read, and what to measure it on."""
+
+    model: Any
+    folder: Path
+    chosen_on: list[Any] = field(default_factory=list)
+    """Batches of the training part of the text."""
+    held_out: list[Any] = field(default_factory=list)
+    loss: Callable[[Any, list[Any]], float] = next_token_loss
+    run: LoadedRun | None = None
+    """Set for a run."""
+    unmeasured: str = ""
+    """Why there are no batches: a model that predicts no next token, or one without tokenizer."""
+
+    def copy_tokenizer(self, target: Path) -> None:
+        """Everything beside weights and config that transformers reads: the tokenizer."""
+        if self.run is None:
+            copy_tokenizer(self.folder, target)
+            return
+        from transformers import PreTrainedTokenizerFast
+
+        file = str(self.run.data.tokenizer_path)
+        PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(target)
+
+
+def open_source(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
+    """A run, a patched model or a causal language model, with text to measure it on.
+
+    Raises UserError for a run that is not finished, and for models whose loss of the next token
+    says nothing.
+    """
+    if holds_run(folder):
+        return open_run(folder, text, num_tokens)
+    if model_type(folder) != MODEL_TYPE:
+        return _with_text(folder, read_language_model(folder), text, num_tokens)
+    model = load(folder)
+    reason = no_next_token(model)
+    if reason:
+        raise UserError(f"{folder}: {reason}, so no loss tells what it needs; in Python, prune "
+                        "takes loss=")  # fmt: skip
+    return _with_text(folder, model, text, num_tokens)
+
+
+def open_run(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
+    """A finished run with its own text, or `text` cut with its tokenizer."""
+    run = load_run(folder)
+    if not run.is_finished:
+        raise UserError(f"{folder} is not finished; continue it with `skipless train {folder}`")
+    config, data = run.config, run.data
+    classifies = config.model.num_labels is not None
+    if text and classifies:
+        raise UserError("a classifier is measured on the texts that it was trained on; leave --text"
+                        " out")  # fmt: skip
+    if text:
+        data = prepare_text(run.data.tokenizer_path, text, config.model.vocab_size)
+    chosen, held_out = (
+        open_batches(config, data, split, BATCH_SIZE, num_tokens) for split in ("train", "held_out")
+    )
+    return Source(
+        model=run.model, chosen_on=chosen, held_out=held_out, run=run, folder=folder,
+        loss=label_loss if classifies else next_token_loss,
+    )  # fmt: skip
+
+
+def open_folded(folder: Path, model: Any, text: Sequence[str], num_tokens: int) -> Source:
+    """A patched model of `folder` that can be folded, with text if it predicts the next token.
+
+    Raises UserError where text is named and the model has no use for it.
+    """
+    reason = no_next_token(model)
+    if reason and text:
+        raise UserError(
+            f"--text measures the loss of the next token, and {reason}; leave it out"
+        )  # fmt: skip
+    if not reason and not text and not (folder / "tokenizer.json").is_file():
+        reason = f"{folder} holds no tokenizer.json"
+    if reason:
+        return Source(model=model, folder=folder, unmeasured=reason)
+    return _with_text(folder, model, text, num_tokens)
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether the folder is a run. Raises UserError where no config.json tells."""
+    try:
+        return is_run(json.loads((folder / CONFIG).read_text()))
+    except (OSError, ValueError):
+        raise UserError(
+            f"{folder} holds no {CONFIG} that can be read; name a run directory or the folder of a "
+            "Hugging Face model"
+        ) from None
+
+
+def _with_text(folder: Path, model: Any, text: Sequence[str], num_tokens: int) -> Source:
+    data = prepare_text(folder / "tokenizer.json", text or (TEXT,), model.config.vocab_size)
+    length = min(getattr(model.config, "max_position_embeddings", None) or LONGEST, LONGEST)
+    chosen, held_out = (
+        evaluation_batches(shard, min(length, shard.num_tokens - 1), BATCH_SIZE, num_tokens)
+        for shard in (data.train, data.held_out)
+    )
+    return Source(model=model, chosen_on=chosen, held_out=held_out, folder=folder)
