@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
 from skipless.cli.terminal import evaluation_line, print_json, probe_lines, quantize_lines
+from skipless.scheme import Scheme
 
 OWN = "the run's own setting"
 Run = Annotated[Positional[str], option("RUN", help="a run directory, such as runs/mine")]
@@ -49,6 +50,7 @@ def quantize(
         tuple[Literal["linear", "block", "all"], ...],
         option("{linear,block,all} [...]", default=OWN),
     ] = (),
+    override: Annotated[tuple[str, ...], option("PATTERN=SCHEME [...]", default="")] = (),
     num_tokens: Tokens = None,
     by_layer: Switch = False,
     json: AsJson = False,
@@ -63,10 +65,13 @@ def quantize(
         schemes: such as W8A8 W4A8-a:token W4Afp-w:g32 (docs/quantise.md).
         scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
             all (also queries, keys, values, probabilities).
+        override: modules set apart in every scheme, by name: layers.0.mlp.*=W8A8, or =fp for full
+            precision; the last that matches counts.
         by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
     """
     tokens = whole_number("--num-tokens", num_tokens)
     check_schemes(run, schemes)
+    Scheme.parse("W8A8").with_overrides(override)
     loaded = _load(run)
     from skipless.log import say
     from skipless.measure import quantize_run
@@ -75,6 +80,7 @@ def quantize(
         loaded,
         schemes=schemes or None,
         scopes=scopes or None,
+        overrides=override,
         num_tokens=tokens,
         by_layer=by_layer,
         say=lambda text: None if json else say(text),
@@ -88,6 +94,8 @@ def report(
 ) -> None:
     """Compare runs in one self-contained HTML file.
 
+    A log that a ProbeLog wrote, given alone, is shown over time: heat maps site by step.
+
     For example: skipless report runs/mine runs/demo --out runs/mine.html
 
     Args:
@@ -96,8 +104,13 @@ def report(
     """
     from skipless.report import build_report, find_runs, print_table
     from skipless.report.build import check_out
+    from skipless.report.load import is_log
+    from skipless.report.timeline_page import write_log
 
     check_out(out)
+    if len(runs) == 1 and is_log(runs[0]):
+        print(*write_log(runs[0], Path(out)), sep="\n")
+        return
     directories = find_runs(runs)
     path = build_report(directories, Path(out))
     print_table(directories)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from skipless.diagnose.result import Diagnosis
-from skipless.report.canvas import Pen, log_scale, log_scale_if_wide, render, signed_log_scale
+from skipless.report.canvas import (
+    Pen,
+    Series,
+    log_scale,
+    log_scale_if_wide,
+    render,
+    series_rows,
+    signed_log_scale,
+)
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE
 from skipless.report.plots import Figure
-from skipless.report.tables import Comparison, Row
+from skipless.report.tables import Comparison
 
 KINDS = {
     "stream": "stream",
@@ -19,15 +26,6 @@ KINDS = {
     "norm_output": "output of a norm",
     "linear_input": "input of a linear layer",
 }
-
-
-@dataclass(frozen=True)
-class Series:
-    """A line as the canvas wants it: a label, a family of colours, a stroke by name."""
-
-    label: str
-    family: str
-    optimizer: str
 
 
 SERIES = (
@@ -43,7 +41,7 @@ SERIES = (
 
 def series() -> Comparison:
     """All lines of the figures; the canvas reads label, family and stroke of each."""
-    return Comparison(rows=cast("tuple[Row, ...]", SERIES), pairs=(), caveats=())
+    return series_rows(SERIES)
 
 
 def draw(result: Diagnosis) -> tuple[list[Figure], list[str]]:

@@ -10,8 +10,6 @@ Read by `skipless.diagnose.running`.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from skipless.diagnose.page import page
 from skipless.diagnose.parts import RESULT
 from skipless.diagnose.plots import draw
 from skipless.diagnose.result import Diagnosis
+from skipless.report.csv_text import csv_text
 from skipless.rundir import to_strict_json, write_atomic
 
 PAGE = "index.html"
@@ -77,13 +76,3 @@ def _flat(row: dict[str, Any], leave: Sequence[str]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
-
-
-def csv_text(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as CSV with the columns of all of them in order of appearance; None is empty."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -2,7 +2,8 @@
 
     heatmap("runs/theirs", "kurtosis.png")
 
-Reads the probes.jsonl of any training: our own runs', or what `ProbeLog` wrote. Read by the CLI.
+Reads the probes.jsonl of any training: our own runs', or what `ProbeLog` wrote. Read by the CLI and
+`skipless.report`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,25 @@ class OverTime:
 def over_time(path: str | Path, key: str = "kurtosis") -> OverTime:
     """The number `key` out of PATH/probes.jsonl (or the file itself), places in the model's order.
 
-    Keys are those of `Probe.table`, `geometry` and `attention`, "gradient_norms" and "gains" (of
-    channels the mean |gain|). Raises UserError for no rows and for a key that no row has.
+    Keys are those of `Probe.table`, `geometry` and `attention`, "rms" of a site (from its mean and
+    standard deviation), "gradient_norms" and "gains" (of channels the mean |gain|). Raises
+    UserError for no rows and for a key that no row has.
     """
+    rows = read_log(path)
+    found = from_rows(rows, key)
+    if found is None:
+        known = sorted(known_keys(rows))
+        raise UserError(f"no row of {path} has {key!r}; {suggestion(key, known, noun='key')}")
+    return found
+
+
+def known_keys(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Every key that `from_rows` finds, in order of appearance."""
+    return list(dict.fromkeys(k for row in rows for _, numbers in _entries(row) for k in numbers))
+
+
+def read_log(path: str | Path) -> list[dict[str, Any]]:
+    """Rows with a step of PATH/probes.jsonl, or of the file itself. Raises UserError for none."""
     path = Path(path)
     folder, name = (path.parent, path.name) if path.is_file() else (path, PROBES)
     table = [r for r in RunDir(folder).read_jsonl(name) if isinstance(r.get("step"), int)]
@@ -49,17 +66,18 @@ def over_time(path: str | Path, key: str = "kurtosis") -> OverTime:
             f"{path} holds no measurement over time ({PROBES} with rows of steps); train with "
             "probe.every above 0, or with a ProbeLog"
         )
+    return table
+
+
+def from_rows(rows: Sequence[dict[str, Any]], key: str) -> OverTime | None:
+    """The number `key` of rows of the form of probes.jsonl; None where no row has it."""
     found: dict[str, dict[int, float]] = {}
-    known: set[str] = set()
-    for row in table:
+    for row in rows:
         for place, numbers in _entries(row):
-            known |= numbers.keys()
             if key in numbers:
                 found.setdefault(place, {})[row["step"]] = numbers[key]
     if not found:
-        raise UserError(
-            f"no row of {path} has {key!r}; {suggestion(key, sorted(known), noun='key')}"
-        )
+        return None
     steps = tuple(sorted({step for values in found.values() for step in values}))
     return OverTime(
         key=key, places=tuple(found), steps=steps,
@@ -77,40 +95,67 @@ def heatmap(path: str | Path, out: str | Path, key: str = "kurtosis") -> Path:
     if out.suffix != ".png":
         raise UserError(f"{out} does not end in .png; a heat map is written as PNG")
     data = over_time(path, key)
-    import numpy as np
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.colors import SymLogNorm
     from matplotlib.figure import Figure
 
-    values = np.array(data.values, dtype=float)
-    known = np.abs(values[np.isfinite(values)])
-    typical, largest = (float(np.median(known)), float(known.max())) if known.size else (0.0, 0.0)
-    wide = typical > 0 and largest / typical > SIGNED_LOG
-    norm = SymLogNorm(linthresh=typical, vmin=values[np.isfinite(values)].min(),
-                      vmax=values[np.isfinite(values)].max()) if wide else None  # fmt: skip
-    figure = Figure(figsize=(9, 1.6 + 0.19 * min(len(data.places), MAX_LABELS)))
+    figure = Figure(figsize=(9, height_of(len(data.places))))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", norm=norm)
-    _label(axes, data)
-    bar = figure.colorbar(image, ax=axes)
-    bar.set_label(key.replace("_", " ") + (" (signed logarithm)" if wide else ""))
+    paint(axes, data.values, data.places, data.steps, key.replace("_", " "))
+    axes.set_title(f"{data.key.replace('_', ' ')} by site over training")
+    axes.set(xlabel="optimiser step", ylabel="site, input at the top")
     with atomic_path(out) as temporary:
         figure.savefig(temporary, format="png", dpi=120, bbox_inches="tight")
     return out
 
 
-def _label(axes: Any, data: OverTime) -> None:
-    axes.set_title(f"{data.key.replace('_', ' ')} by site over training")
-    axes.set(xlabel="optimiser step", ylabel="site, input at the top")
-    _ticks(axes.set_yticks, data.places, MAX_LABELS)
-    _ticks(axes.set_xticks, [str(step) for step in data.steps], 12)
+def height_of(num_places: int) -> float:
+    """Inches of a figure with so many rows."""
+    return 1.6 + 0.19 * min(num_places, MAX_LABELS)
+
+
+def paint(
+    axes: Any,
+    values: Sequence[Sequence[float]],
+    down: Sequence[Any],
+    across: Sequence[Any],
+    unit: str,
+    *,
+    centred: bool = False,
+) -> None:
+    """Values [down][across] as coloured cells with a bar; NaN stays empty.
+
+    A wide range is coloured by a signed logarithm, which the bar says. `centred` gives differences
+    two colours that meet at 0.
+    """
+    import numpy as np
+    from matplotlib.colors import Normalize, SymLogNorm
+
+    table = np.array(values, dtype=float)
+    known = table[np.isfinite(table)]
+    size = np.abs(known)
+    largest = float(size.max()) if size.size else 1.0
+    typical = float(np.median(size[size > 0])) if (size > 0).any() else 0.0
+    wide = typical > 0 and largest / typical > SIGNED_LOG
+    low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
+    if centred:
+        low, high = -(largest or 1.0), largest or 1.0
+    norm = SymLogNorm(typical, vmin=low, vmax=high) if wide else Normalize(low, high)
+    image = axes.imshow(
+        table, aspect="auto", interpolation="nearest", norm=norm,
+        cmap="RdBu_r" if centred else "viridis",
+    )  # fmt: skip
+    _ticks(axes.set_yticks, down, MAX_LABELS)
+    _ticks(axes.set_xticks, across, 12)
     axes.tick_params(axis="y", labelsize=7)
+    bar = axes.figure.colorbar(image, ax=axes)
+    bar.set_label(unit + (" (signed logarithm)" if wide else ""))
 
 
-def _ticks(put: Any, labels: Sequence[str], most: int) -> None:
+def _ticks(put: Any, labels: Sequence[Any], most: int) -> None:
     stride = -(-len(labels) // most)
-    put(range(0, len(labels), stride), [str(label) for label in labels[::stride]])
+    # a dollar in a name would start a formula
+    put(range(0, len(labels), stride), [str(x).replace("$", r"\$") for x in labels[::stride]])
 
 
 def _entries(row: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
@@ -120,6 +165,8 @@ def _entries(row: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
         for entry in row.get(table) or ():
             numbers = {k: float(v) for k, v in entry.items()
                        if isinstance(v, (int, float)) and not isinstance(v, bool)}  # fmt: skip
+            if {"mean", "std"} <= numbers.keys():
+                numbers.setdefault("rms", math.hypot(numbers["mean"], numbers["std"]))
             found.append((str(entry.get(label)), numbers))
     for key in ("gradient_norms", "gains"):
         for place, value in (row.get(key) or {}).items():

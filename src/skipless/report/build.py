@@ -85,4 +85,5 @@ def _is_report(path: Path) -> bool:
         numbers = parse_json(read_text(path), where=str(path))
     except UserError:
         return False
-    return isinstance(numbers, dict) and {"verdict", "figures", "command"} <= numbers.keys()
+    kinds = {"verdict", "figures", "command"}, {"maps", "moves", "losses"}
+    return isinstance(numbers, dict) and any(kind <= numbers.keys() for kind in kinds)

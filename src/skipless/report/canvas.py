@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from skipless.report.load import RunData
 from skipless.report.measures import Curve
@@ -20,6 +21,20 @@ from skipless.report.tables import Comparison, Row
 
 WIDTH, HEIGHT = 9.4, 3.7  # inches of a figure with two panels
 ALPHA_SEEDS = 0.55  # further seeds of a row are drawn thinner
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line that stands for no run: a label, a family of colours, a stroke by name."""
+
+    label: str
+    family: str
+    optimizer: str
+
+
+def series_rows(series: Sequence[Series]) -> Comparison:
+    """Series as the rows of a comparison: the canvas reads label, family and stroke of each."""
+    return Comparison(rows=cast("tuple[Row, ...]", tuple(series)), pairs=(), caveats=())
 
 
 class Pen:
@@ -103,15 +118,19 @@ def render(
     *,
     name: str,
     title: str,
+    height: float = HEIGHT,
 ) -> tuple[str, bytes] | None:
-    """(SVG text for a page, PNG bytes) of what `draw(pen, axes)` draws; None if it drew nothing."""
+    """(SVG text for a page, PNG bytes) of what `draw(pen, axes)` draws; None if it drew nothing.
+
+    `height` in inches, without the legend.
+    """
     light = {f"--{ink}": both[0] for ink, both in INK.items()}
     light |= {look.variable: look.light for look in looks(comparison.rows).values()}
-    png = _draw(comparison, draw, num_panels, light, "png")
+    png = _draw(comparison, draw, num_panels, light, "png", height)
     if png is None:
         return None
     colours = stand_ins(comparison.rows)
-    svg = _draw(comparison, draw, num_panels, colours, "svg")
+    svg = _draw(comparison, draw, num_panels, colours, "svg", height)
     assert svg is not None, f"{name} was drawn once already"
     return _inline(svg.decode(), name, title, colours), png
 
@@ -122,6 +141,7 @@ def _draw(
     panels: int,
     colours: dict[str, str],
     form: str,
+    height: float,
 ) -> bytes | None:
     """Draw on a fresh canvas, without pyplot and its global state. None: nothing to show."""
     import matplotlib
@@ -153,15 +173,15 @@ def _draw(
         "path.simplify": True,
     }
     with matplotlib.rc_context(settings):
-        canvas = Canvas(figsize=(WIDTH, HEIGHT), layout="constrained")
+        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasAgg(canvas)
         axes = canvas.subplots(1, panels, squeeze=False)[0]
         pen = Pen(comparison, colours)
         draw(pen, axes)
-        if not pen.drawn:
+        if not pen.panels:
             return None
         _tidy(canvas, [panel for panel in axes if panel in pen.panels], axes)
-        _legend(canvas, pen)
+        _legend(canvas, pen, height)
         buffer = io.BytesIO()
         options = {"dpi": 160, "facecolor": "white"} if form == "png" else {"transparent": True}
         canvas.savefig(buffer, format=form, **options)
@@ -171,6 +191,7 @@ def _draw(
 def _tidy(canvas: Any, used: list[Any], axes: Any) -> None:
     """Take away panels without a line, give the others the width; layers are whole numbers."""
     from matplotlib.gridspec import GridSpec
+    from matplotlib.ticker import MaxNLocator
 
     for panel in axes:
         if panel not in used:
@@ -180,8 +201,9 @@ def _tidy(canvas: Any, used: list[Any], axes: Any) -> None:
         for index, panel in enumerate(used):
             panel.set_subplotspec(grid[index])
     for panel in used:
-        if "layer" in panel.get_xlabel():
-            panel.xaxis.get_major_locator().set_params(integer=True)
+        locator = panel.xaxis.get_major_locator()
+        if "layer" in panel.get_xlabel() and isinstance(locator, MaxNLocator):
+            locator.set_params(integer=True)
 
 
 def log_scale(axes: Any) -> None:
@@ -216,7 +238,7 @@ def _plain(value: float, _: object) -> str:
     return f"{value:,.10g}"
 
 
-def _legend(canvas: Any, pen: Pen) -> None:
+def _legend(canvas: Any, pen: Pen, height: float) -> None:
     from matplotlib.lines import Line2D
 
     order = [row.label for row in pen.comparison.rows if row.label in pen.drawn]
@@ -238,9 +260,11 @@ def _legend(canvas: Any, pen: Pen) -> None:
     ]
     handles += pen.yardsticks.values()
     labels += pen.yardsticks
+    if not labels:
+        return
     columns = min(len(labels), 4 if max(map(len, labels)) <= 30 else 3)
     rows = -(-len(labels) // columns)
-    canvas.set_size_inches(WIDTH, HEIGHT + 0.19 * rows)
+    canvas.set_size_inches(WIDTH, height + 0.19 * rows)
     canvas.legend(
         handles,
         labels,

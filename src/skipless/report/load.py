@@ -188,6 +188,12 @@ def load_run(path: str | Path) -> RunData:
     return dataclasses.replace(data, missing=tuple(missing))
 
 
+def is_log(path: str | Path) -> bool:
+    """Whether `path` holds what a `ProbeLog` wrote, and no run of ours."""
+    path = Path(path)
+    return (path / "probes.jsonl").is_file() and not (path / CONFIG).exists()
+
+
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """Run directories named by `paths`; a directory that contains runs stands for them, by name.
 
@@ -199,6 +205,11 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
             inside = [path]
         else:
             inside = sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
+        if is_log(path):
+            raise UserError(
+                f"{path} is a log of somebody's training and no run directory, so that it cannot "
+                f"stand in a comparison; `skipless report {path}` alone shows it over time"
+            )
         if not inside:
             what = "contains no run directory" if path.is_dir() else "does not exist"
             raise UserError(
