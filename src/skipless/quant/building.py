@@ -147,16 +147,19 @@ def load(level: str) -> tuple[ctypes.CDLL | None, str]:
     library.skipless_level.restype = ctypes.c_char_p
     if library.skipless_level().decode() != level:
         return None, f"the compiler ignored the flags of {level}"
-    address, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.skipless_multiply.restype = None
-    library.skipless_multiply.argtypes = [
-        address, address, size, size, size, size, number, address, size, address, address,
-        address, address, number,
-    ]  # fmt: skip
-    library.skipless_quantize.restype = None
-    library.skipless_quantize.argtypes = [
-        address, size, size, size, size, number, number, ctypes.c_float, address, address,
-    ]  # fmt: skip
+    address, size, number, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    for name, arguments in {
+        "multiply": [address, address, number, size, size, size, size, address, size, address,
+                     address, address, address, number],
+        "linear": [address, size, size, size, number, number, real, address, number, size, size,
+                   size, address, address, address, address, number],
+        "quantize": [address, size, size, size, size, number, number, real, address, address,
+                     number],
+        "has_quads": [],
+    }.items():  # fmt: skip
+        function = getattr(library, f"skipless_{name}")
+        function.argtypes = arguments
+        function.restype = number if name == "has_quads" else None
     return library, ""
 
 

@@ -22,101 +22,40 @@ rounded by itself. Which engine is right and fast on this machine is measured in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from skipless.errors import UserError
 from skipless.quant import building
-from skipless.quant.packing import COLUMNS, pack_panels
+from skipless.quant.native import KernelEngine
+from skipless.quant.products import (
+    FLOAT32_EXACT,
+    FLOAT64_EXACT,
+    INT32_EXACT,
+    Engine,
+    Prepared,
+    Problem,
+    dequantize,
+)
 
-FLOAT32_EXACT, INT32_EXACT, FLOAT64_EXACT = 2**24, 2**31, 2**53
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """The size of one product, y [tokens, out] = x [tokens, in] w^T, and its widths in bits."""
-
-    weight_bits: int
-    activation_bits: int
-    in_features: int
-    out_features: int
-    device: str = "cpu"
-
-    @property
-    def largest_weight(self) -> int:
-        return 2 ** (self.weight_bits - 1) - 1
-
-    @property
-    def largest_activation(self) -> int:
-        return 2 ** (self.activation_bits - 1) - 1
-
-    @property
-    def bound(self) -> int:
-        """No sum of products exceeds it: K qw qa."""
-        return self.in_features * self.largest_weight * self.largest_activation
-
-
-@dataclass(kw_only=True)
-class Prepared:
-    """Weights as one engine wants them."""
-
-    problem: Problem
-    data: Any
-    column_scale: Tensor
-    """float32 [out]; C++ engines: filled up to whole panels."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the weight codes in this form."""
-        tensors = self.data if isinstance(self.data, tuple) else (self.data,)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-class Engine:
-    """What `quant.integer` calls. `linear` and `sums` take int16 codes [tokens, in]."""
-
-    name = ""
-
-    def unavailable(self, device: str) -> str:
-        """Why it cannot run on this kind of device at all; "" if it can."""
-        return ""
-
-    def refuses(self, problem: Problem) -> str:
-        """Why it does not compute this product exactly; "" if it does."""
-        return self.unavailable(problem.device)
-
-    def prepare(self, codes: Tensor, column_scale: Tensor, problem: Problem) -> Prepared:
-        """Weight codes [out, in] and their scales [out] in the engine's own form."""
-        if reason := self.refuses(problem):
-            raise UserError(f"engine {self.name!r} cannot run this layer: {reason}")
-        scale = column_scale.float().contiguous()
-        return Prepared(problem=problem, data=self.pack(codes, problem), column_scale=scale)
-
-    def pack(self, codes: Tensor, problem: Problem) -> Any:
-        raise UserError(f"engine {self.name!r} has no packed form; use one of {', '.join(ENGINES)}")
-
-    def sums(self, prepared: Prepared, codes: Tensor) -> Tensor:
-        """Exact sums [tokens, out] in a dtype that holds them."""
-        raise UserError(f"engine {self.name!r} computes nothing; use one of {', '.join(ENGINES)}")
-
-    def linear(
-        self, prepared: Prepared, codes: Tensor, row_scale: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        """float32 [tokens, out]; `row_scale` is float32 [1] or [tokens], `bias` float32 [out]."""
-        sums = self.sums(prepared, codes)
-        return dequantize(sums, row_scale, prepared.column_scale, bias)
-
-
-def dequantize(
-    sums: Tensor, row_scale: Tensor, column_scale: Tensor, bias: Tensor | None
-) -> Tensor:
-    """(s_a s_w) sum + b in float32 (Q4): the one definition that every engine equals."""
-    out = sums.to(torch.float32) * (row_scale[:, None] * column_scale[None, :])
-    return out if bias is None else out.add_(bias)
+__all__ = [
+    "ENGINES",
+    "FLOAT32_EXACT",
+    "FLOAT64_EXACT",
+    "INT32_EXACT",
+    "Engine",
+    "FloatEngine",
+    "IntMmEngine",
+    "KernelEngine",
+    "Prepared",
+    "Problem",
+    "dequantize",
+    "has_float64",
+    "is_float32_exact",
+    "split",
+    "split_shift",
+    "sums_by_digits",
+]
 
 
 class FloatEngine(Engine):
@@ -203,95 +142,6 @@ def sums_by_digits(codes: Tensor, weights: Tensor) -> Tensor:
                 part = (x.float() @ w.float().t()).to(torch.int64)
                 total += part << (8 * (2 - i - j))
     return total
-
-
-class KernelEngine(Engine):
-    """The C++ kernel at one level."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def unavailable(self, device: str) -> str:
-        if device != "cpu":
-            return f"it runs on the CPU, not on {device}"
-        return building.load(self.name)[1]
-
-    def refuses(self, problem: Problem) -> str:
-        if problem.weight_bits > 8:
-            return f"its weights have at most 8 bits, not {problem.weight_bits}"
-        return self.unavailable(problem.device)
-
-    def prepare(self, codes: Tensor, column_scale: Tensor, problem: Problem) -> Prepared:
-        prepared = super().prepare(codes, column_scale, problem)
-        missing = -problem.out_features % COLUMNS
-        prepared.column_scale = F.pad(prepared.column_scale, (0, missing))
-        return prepared
-
-    def pack(self, codes: Tensor, problem: Problem) -> Tensor:
-        return pack_panels(codes, nibbles=problem.weight_bits <= 4)
-
-    def sums(self, prepared: Prepared, codes: Tensor) -> Tensor:
-        out = codes.new_empty(len(codes), prepared.problem.out_features, dtype=torch.int64)
-        self._run(prepared, codes, None, None, None, out)
-        return out
-
-    def linear(
-        self, prepared: Prepared, codes: Tensor, row_scale: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        out = codes.new_empty(len(codes), prepared.problem.out_features, dtype=torch.float32)
-        row_scale = row_scale.contiguous()
-        bias = bias if bias is None else bias.float().contiguous()
-        self._run(prepared, codes, row_scale, bias, out, None)
-        return out
-
-    def _run(self, prepared: Prepared, codes: Tensor, row_scale, bias, out, sums) -> None:
-        library, reason = building.load(self.name)
-        if library is None:
-            raise UserError(f"engine {self.name!r} cannot run: {reason}")
-        problem, (_, pairs, _) = prepared.problem, prepared.data.shape
-        codes = _aligned(codes, 2 * pairs)
-        pair_bound = 2 * problem.largest_weight * problem.largest_activation
-        block = (INT32_EXACT - 1) // pair_bound
-        library.skipless_multiply(
-            codes.data_ptr(), prepared.data.data_ptr(), len(codes), pairs, problem.out_features,
-            block, int(problem.weight_bits <= 4), _address(row_scale),
-            0 if row_scale is None or len(row_scale) == 1 else 1,
-            prepared.column_scale.data_ptr(), _address(bias), _address(out), _address(sums),
-            torch.get_num_threads(),
-        )  # fmt: skip
-
-    def quantize(
-        self, rows: Tensor, bits: int, per_token: bool, step: float
-    ) -> tuple[Tensor, Tensor]:
-        """int16 codes of float32 `rows` [tokens, in] and scales; `step` < 0: from their absmax."""
-        library, reason = building.load(self.name)
-        if library is None:
-            raise UserError(f"engine {self.name!r} cannot run: {reason}")
-        count, width = rows.shape
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
-        padded = width + width % 2
-        codes = torch.empty(count, padded, dtype=torch.int16)
-        scales = torch.empty(count if per_token or step > 0 else 1)
-        library.skipless_quantize(
-            rows.data_ptr(), count, width, rows.stride(0), padded, 2 ** (bits - 1) - 1,
-            int(per_token), step, codes.data_ptr(), scales.data_ptr(),
-        )  # fmt: skip
-        return codes[:, :width], scales
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _aligned(codes: Tensor, width: int) -> Tensor:
-    """int16 rows `width` apart, as the kernel reads them. The place past an odd row's end may hold
-    anything (its weight is zero), but it has to be there."""
-    if codes.dtype == torch.int16 and codes.stride() == (width, 1):
-        end = codes.storage_offset() + len(codes) * width
-        if 2 * end <= codes.untyped_storage().nbytes():
-            return codes
-    return F.pad(codes.to(torch.int16), (0, width - codes.shape[1])).contiguous()
 
 
 class IntMmEngine(Engine):

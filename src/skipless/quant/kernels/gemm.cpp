@@ -1,14 +1,14 @@
 // y[m][n] = (s_a[m] * s_w[n]) * sum_k x[m][k] * w[n][k] + bias[n], the sum in exact integers (Q4).
 //
-// 1. Operands. x: int16 activation codes of 2 to 16 bits, rows of an even length (a zero fills an
-//    odd one). w: weight codes of 2 to 8 bits, packed by `quant/packing.py` into panels of 16
-//    columns: for each pair k, k+1 the 16 x 2 codes side by side, 32 bytes, or 16 bytes when codes
-//    of at most 4 bits share a byte. Columns past the last are zero and never written.
-// 2. Sums. A tile of R rows x 16 columns stays in registers while k runs through the panel, in
-//    order; every weight byte loaded serves R rows. With a single row the sums of four pairs run
-//    side by side instead, or each addition would wait for the one before.
+// 1. Operands. x: activation codes of 2 to 16 bits, or float32 rows of which the codes are made
+//    first. w: weight codes of 2 to 8 bits, packed by `quant/packing.py` into panels of 16 columns
+//    in one of two forms, pairs and quads (lanes.hpp), whole or as nibbles. Columns past the last
+//    are never written, inputs past the last meet codes that are zero.
+// 2. Sums. A tile of some rows x some panels stays in registers while k runs through the panels;
+//    every weight loaded serves all rows, every spread code all panels. A single row reads the
+//    weights of several panels at once, so that no addition waits for the one before.
 // 3. Accumulation rule. A 32-bit sum is exact while K qw qa < 2^31. Past that the caller passes
-//    `block`, the number of pairs for which it holds, and after each block the 32-bit sums are
+//    `block`, the number of groups for which it holds, and after each block the 32-bit sums are
 //    added to 64-bit ones. Integer addition has no order, so all levels give the same integers.
 // 4. Dequantisation, in float32: the sum rounded to nearest even, times the product of the scales,
 //    plus the bias, each rounded by itself. The build forbids contraction into a fused multiply-
@@ -16,168 +16,190 @@
 // 5. Cache. Rows go in blocks that fit in half a level-2 cache, and a panel is read through all
 //    tiles of its block, so that it comes from memory once per block.
 // 6. Threads. Pieces are (block of rows) x (run of panels); see pool.hpp.
-//
-// `skipless_quantize` makes the codes of float32 rows in the same call style: absmax (or a given
-// step), division, round to nearest even, the same three roundings as `quant/fake.py`.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
+#include <utility>
+#include <vector>
 
+#include "codes.hpp"
 #include "lanes.hpp"
-#include "pool.hpp"
 
 namespace skipless {
 namespace {
 
 struct Product {
-  const int16_t* x;
+  const void* x;  // codes, rows of `groups` whole groups
   const int8_t* w;
-  int64_t rows, pairs, columns, block;
-  int bytes_per_pair;  // 32, or 16 for packed nibbles
+  int64_t rows, groups, columns, block;
+  const int32_t* offsets;  // to take off the sums of a row; may be null
   const float* row_scale;
-  int64_t row_scale_stride;  // 0: one scale for all rows
+  int64_t row_scale_stride;   // 0: one scale for all rows
   const float* column_scale;  // padded to whole panels
   const float* bias;          // may be null
   float* y;                   // either y
   int64_t* sums;              // or the bare sums
 };
 
-template <bool nibbles>
-inline Weights load(const int8_t* w) {
-  if constexpr (nibbles) return load_nibbles(w);
-  return load_bytes(w);
-}
-
 template <typename Sum>
-void write(const Product& p, int64_t row, int64_t first, const Sum* sums) {
+inline void write(const Product& p, int64_t row, int64_t first, const Sum* sums) {
   const int64_t valid = std::min<int64_t>(kColumns, p.columns - first);
+  const int32_t offset = p.offsets ? p.offsets[row] : 0;
+  Sum exact[kColumns];
+  for (int c = 0; c < kColumns; ++c) {
+    // unsigned: a sum that wrapped comes back, without undefined behaviour
+    exact[c] = static_cast<Sum>(static_cast<std::make_unsigned_t<Sum>>(sums[c]) -
+                                static_cast<std::make_unsigned_t<Sum>>(offset));
+  }
   if (p.sums) {
-    for (int64_t c = 0; c < valid; ++c) p.sums[row * p.columns + first + c] = sums[c];
+    for (int64_t c = 0; c < valid; ++c) p.sums[row * p.columns + first + c] = exact[c];
     return;
   }
-  alignas(64) float out[kColumns];
+  float out[kColumns];
   const float scale = p.row_scale[row * p.row_scale_stride];
   const float* column_scale = p.column_scale + first;
   for (int c = 0; c < kColumns; ++c) {
-    out[c] = static_cast<float>(sums[c]) * (scale * column_scale[c]);
+    out[c] = static_cast<float>(exact[c]) * (scale * column_scale[c]);
   }
-  if (p.bias) {
-    for (int64_t c = 0; c < valid; ++c) out[c] += p.bias[first + c];
+  float* y = p.y + row * p.columns + first;
+  if (valid == kColumns) {
+    if (p.bias) {
+      for (int c = 0; c < kColumns; ++c) out[c] += p.bias[first + c];
+    }
+    std::memcpy(y, out, sizeof out);
+    return;
   }
-  std::copy(out, out + valid, p.y + row * p.columns + first);
+  for (int64_t c = 0; c < valid; ++c) y[c] = p.bias ? out[c] + p.bias[first + c] : out[c];
 }
 
-// R rows x 16 columns; U pairs at a time into separate sums.
-template <int R, int U, bool nibbles>
+template <int... I, typename Function>
+inline void each(std::integer_sequence<int, I...>, Function&& function) {
+  (function(std::integral_constant<int, I>{}), ...);
+}
+
+// Calls function(0), ..., function(N - 1) with constants, so that what they index stays in
+// registers; compilers unroll a loop too late for that.
+template <int N, typename Function>
+inline void each(Function&& function) {
+  each(std::make_integer_sequence<int, N>{}, std::forward<Function>(function));
+}
+
+// R rows x P panels.
+template <typename Lanes, int R, int P>
 void tile(const Product& p, int64_t row, int64_t panel) {
-  constexpr int step = nibbles ? 16 : 32;
-  const int8_t* w = p.w + panel * p.pairs * step;
-  const int16_t* x = p.x + row * 2 * p.pairs;
-  const int64_t stride = 2 * p.pairs;
-  const bool wide = p.block < p.pairs;
-  int64_t totals[R][kColumns];
-  if (wide) std::fill(&totals[0][0], &totals[0][0] + R * kColumns, 0);
-  for (int64_t begin = 0; begin < p.pairs; begin += p.block) {
-    const int64_t end = std::min(p.pairs, begin + p.block);
-    Sums sums[U][R];
-    for (int u = 0; u < U; ++u)
-      for (int r = 0; r < R; ++r) sums[u][r] = zero();
-    int64_t k = begin;
-    for (; k + U <= end; k += U) {
-      for (int u = 0; u < U; ++u) {
-        const Weights codes = load<nibbles>(w + (k + u) * step);
-        for (int r = 0; r < R; ++r) {
-          sums[u][r] = add(sums[u][r], codes, spread(x + r * stride + 2 * (k + u)));
-        }
-      }
+  const int64_t panel_bytes = p.groups * Lanes::kBytes, stride = p.groups * Lanes::kGroup;
+  const int8_t* w = p.w + panel * panel_bytes;
+  const typename Lanes::Code* x = static_cast<const typename Lanes::Code*>(p.x) + row * stride;
+  const bool wide = p.block < p.groups;
+  int64_t totals[R * P][kColumns];
+  if (wide) std::fill(&totals[0][0], &totals[0][0] + R * P * kColumns, 0);
+  for (int64_t begin = 0; begin < p.groups; begin += p.block) {
+    const int64_t end = std::min(p.groups, begin + p.block);
+    typename Lanes::Sums sums[R * P];
+    each<R * P>([&](auto i) { sums[i] = Lanes::zero(); });
+    for (int64_t k = begin; k < end; ++k) {
+      typename Lanes::Weights codes[P];
+      each<P>([&](auto j) { codes[j] = Lanes::load(w + j * panel_bytes + k * Lanes::kBytes); });
+      each<R>([&](auto r) {
+        const auto spread = Lanes::spread(x + r * stride + k * Lanes::kGroup);
+        each<P>([&](auto j) {
+          sums[r * P + j] = Lanes::add(sums[r * P + j], codes[j], spread);
+        });
+      });
     }
-    for (; k < end; ++k) {
-      const Weights codes = load<nibbles>(w + k * step);
-      for (int r = 0; r < R; ++r) {
-        sums[0][r] = add(sums[0][r], codes, spread(x + r * stride + 2 * k));
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      for (int u = 1; u < U; ++u) sums[0][r] = join(sums[0][r], sums[u][r]);
+    each<R * P>([&](auto i) {
       alignas(64) int32_t narrow[kColumns];
-      store(sums[0][r], narrow);
+      Lanes::store(sums[i], narrow);
       if (!wide) {
-        write(p, row + r, panel * kColumns, narrow);
+        write(p, row + i / P, (panel + i % P) * kColumns, narrow);
       } else {
-        for (int c = 0; c < kColumns; ++c) totals[r][c] += narrow[c];
+        for (int c = 0; c < kColumns; ++c) totals[i][c] += narrow[c];
       }
-    }
+    });
   }
-  if (wide) {
-    for (int r = 0; r < R; ++r) write(p, row + r, panel * kColumns, totals[r]);
+  if (!wide) return;
+  for (int i = 0; i < R * P; ++i) write(p, row + i / P, (panel + i % P) * kColumns, totals[i]);
+}
+
+// Rows first..last in tiles of R and, for what is left, of half as many, down to one.
+template <typename Lanes, int R, int P>
+void rows(const Product& p, int64_t row, int64_t last, int64_t panel) {
+  for (; row + R <= last; row += R) tile<Lanes, R, P>(p, row, panel);
+  if constexpr (R > 1) {
+    if (row < last) rows<Lanes, R / 2, P>(p, row, last, panel);
   }
 }
 
-// `left` rows, fewer than a whole tile: the largest tiles that fit, down to one row.
-template <int R, bool nibbles>
-void rest(const Product& p, int64_t row, int64_t panel, int64_t left) {
-  if constexpr (R > 0) {
-    if (left >= R) {
-      tile<R, (R == 1 ? 4 : R <= 2 ? 2 : 1), nibbles>(p, row, panel);
-      row += R, left -= R;
-    }
-    if (left > 0) rest<R - 1, nibbles>(p, row, panel, left);
-  }
-}
-
-template <bool nibbles>
-void multiply(const Product& p, int threads) {
-  const int64_t panels = (p.columns + kColumns - 1) / kColumns;
+template <typename Lanes, int R, int P>
+void multiply_tiles(const Product& p, int threads) {
+  const int64_t panels = (p.columns + kColumns - 1) / kColumns, strips = (panels + P - 1) / P;
+  const int64_t row_bytes = p.groups * Lanes::kGroup * sizeof(typename Lanes::Code);
   const int64_t half_cache = 256 << 10;
-  const int64_t fit = half_cache / std::max<int64_t>(4 * p.pairs, 1) / kRows * kRows;
-  const int64_t block = std::max<int64_t>(fit, kRows);
+  const int64_t block = std::max<int64_t>(half_cache / std::max<int64_t>(row_bytes, 1) / R * R, R);
   const int64_t blocks = (p.rows + block - 1) / block;
   // Few enough pieces to be worth handing out, enough of them that no thread waits long.
   const int64_t wanted = threads > 1 ? 4 * threads : 1;
-  const int64_t runs = std::clamp<int64_t>((wanted + blocks - 1) / blocks, 1, panels);
+  const int64_t runs = std::clamp<int64_t>((wanted + blocks - 1) / blocks, 1, strips);
   Pool::run(blocks * runs, threads, [&](int64_t piece) {
     const int64_t first = piece / runs * block, last = std::min(p.rows, first + block);
     const int64_t run = piece % runs;
-    for (int64_t panel = panels * run / runs; panel < panels * (run + 1) / runs; ++panel) {
-      int64_t row = first;
-      for (; row + kRows <= last; row += kRows) tile<kRows, 1, nibbles>(p, row, panel);
-      if (row < last) rest<kRows - 1, nibbles>(p, row, panel, last - row);
+    for (int64_t strip = strips * run / runs; strip < strips * (run + 1) / runs; ++strip) {
+      int64_t panel = strip * P;
+      if (panel + P <= panels) {
+        rows<Lanes, R, P>(p, first, last, panel);
+      } else if constexpr (P > 1) {
+        for (; panel < panels; ++panel) rows<Lanes, R, 1>(p, first, last, panel);
+      }
     }
   });
 }
 
-// Of |x|, the largest, as the bits of a float32: these are ordered like the numbers, infinity comes
-// after every number and NaN after infinity, and compilers vectorise the search.
-uint32_t largest_bits(const float* x, int64_t count) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    largest = std::max(largest, bits & 0x7fffffffu);
+template <typename Lanes>
+void multiply(const Product& p, int threads) {
+  if (p.rows == 1) {
+    multiply_tiles<Lanes, 1, 4>(p, threads);
+  } else {
+    multiply_tiles<Lanes, Lanes::kRows, Lanes::kPanels>(p, threads);
   }
-  return largest;
 }
 
-constexpr uint32_t kInfinity = 0x7f800000u;
-
-// absmax / limit, at least the smallest normal number; NaN where a value was not finite.
-float scale_of(uint32_t bits, int limit) {
-  if (bits >= kInfinity) return std::numeric_limits<float>::quiet_NaN();
-  float largest;
-  std::memcpy(&largest, &bits, sizeof largest);
-  const float divisor = static_cast<float>(limit);
-  return std::max(largest, std::numeric_limits<float>::min() * divisor) / divisor;
+// Room for codes, one a thread that calls; it grows and is kept.
+template <typename Value>
+Value* scratch(int64_t count) {
+  thread_local std::vector<Value> room;
+  if (static_cast<int64_t>(room.size()) < count) room.resize(count);
+  return room.data();
 }
 
-void round_row(const float* x, int64_t count, float step, int limit, int16_t* codes) {
-  const float bound = static_cast<float>(limit);
-  for (int64_t i = 0; i < count; ++i) {
-    const float code = std::nearbyintf(x[i] / step);
-    codes[i] = static_cast<int16_t>(code > bound ? bound : code < -bound ? -bound : code);
+#if defined(SKIPLESS_QUADS)
+// Offset times the sum of each row's codes.
+void find_offsets(const int8_t* codes, int64_t rows, int64_t width, int32_t offset, int32_t* to) {
+  for (int64_t r = 0; r < rows; ++r) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < width; ++k) sum += codes[r * width + k];
+    to[r] = sum * offset;
   }
+}
+
+template <bool nibbles>
+void multiply_quads(Product p, const int8_t* codes, int threads) {
+  using Lanes = Quads<nibbles>;
+  int32_t* offsets = scratch<int32_t>(p.rows);
+  find_offsets(codes, p.rows, p.groups * Lanes::kGroup, Lanes::kOffset, offsets);
+  p.x = codes;
+  p.offsets = offsets;
+  multiply<Lanes>(p, threads);
+}
+#endif
+
+// The forms of packed weights; `quant/packing.py` counts them the same.
+enum Form { kPairs = 0, kPairNibbles = 1, kQuads = 2, kQuadNibbles = 3 };
+
+void multiply(const Product& p, Form form, int threads) {
+  if (form == kPairs) multiply<Pairs<false>>(p, threads);
+  if (form == kPairNibbles) multiply<Pairs<true>>(p, threads);
+#if defined(SKIPLESS_QUADS)
+  if (form == kQuads) multiply_quads<false>(p, static_cast<const int8_t*>(p.x), threads);
+  if (form == kQuadNibbles) multiply_quads<true>(p, static_cast<const int8_t*>(p.x), threads);
+#endif
 }
 
 }  // namespace
@@ -187,47 +209,59 @@ extern "C" {
 
 const char* skipless_level() { return skipless::kLevel; }
 
-void skipless_multiply(const int16_t* x, const int8_t* w, int64_t rows, int64_t pairs,
-                       int64_t columns, int64_t block, int nibbles, const float* row_scale,
-                       int64_t row_scale_stride, const float* column_scale, const float* bias,
-                       float* y, int64_t* sums, int threads) {
-  const skipless::Product p{x, w, rows, pairs, columns, std::max<int64_t>(block, 1),
-                            nibbles ? 16 : 32, row_scale, row_scale_stride, column_scale, bias,
-                            y, sums};
-  if (rows == 0 || columns == 0) return;
-  nibbles ? skipless::multiply<true>(p, threads) : skipless::multiply<false>(p, threads);
+// Whether this build has the quads.
+int skipless_has_quads() {
+#if defined(SKIPLESS_QUADS)
+  return 1;
+#else
+  return 0;
+#endif
 }
 
-// Codes of `rows` x `count` values into rows of `padded` int16, and the scales: one, or one a row.
-// `step` > 0 is a given scale, which may clip; a row with NaN then gets the scale NaN (as many
-// scales as rows). Otherwise absmax / limit, NaN where a value is not finite; codes are then 0.
+// From int16 codes, rows of `groups` whole groups.
+void skipless_multiply(const int16_t* x, const int8_t* w, int form, int64_t rows, int64_t groups,
+                       int64_t columns, int64_t block, const float* row_scale,
+                       int64_t row_scale_stride, const float* column_scale, const float* bias,
+                       float* y, int64_t* sums, int threads) {
+  if (rows == 0 || columns == 0) return;
+  skipless::Product p{x, w, rows, groups, columns, std::max<int64_t>(block, 1), nullptr, row_scale,
+                      row_scale_stride, column_scale, bias, y, sums};
+  if (form >= skipless::kQuads) {
+    const int64_t count = rows * groups * (form == skipless::kQuads ? 4 : 8);
+    int8_t* narrow = skipless::scratch<int8_t>(count);
+    for (int64_t i = 0; i < count; ++i) narrow[i] = static_cast<int8_t>(x[i]);
+    p.x = narrow;
+  }
+  skipless::multiply(p, static_cast<skipless::Form>(form), threads);
+}
+
+// From float32 rows: codes (see codes.hpp) and product in one call. Writes the scales.
+void skipless_linear(const float* x, int64_t rows, int64_t count, int64_t stride, int limit,
+                     int per_row, float step, const int8_t* w, int form, int64_t groups,
+                     int64_t columns, int64_t block, const float* column_scale, const float* bias,
+                     float* scales, float* y, int threads) {
+  if (rows == 0 || columns == 0) return;
+  const skipless::Rows from{x, rows, count, stride};
+  skipless::Product p{nullptr, w, rows, groups, columns, std::max<int64_t>(block, 1), nullptr,
+                      scales, per_row || step > 0 ? 1 : 0, column_scale, bias, y, nullptr};
+  if (form >= skipless::kQuads) {
+    const int64_t padded = groups * (form == skipless::kQuads ? 4 : 8);
+    int8_t* codes = skipless::scratch<int8_t>(rows * padded);
+    skipless::make_codes(from, padded, limit, per_row != 0, step, codes, scales, threads);
+    p.x = codes;
+  } else {
+    int16_t* codes = skipless::scratch<int16_t>(rows * groups * 2);
+    skipless::make_codes(from, groups * 2, limit, per_row != 0, step, codes, scales, threads);
+    p.x = codes;
+  }
+  skipless::multiply(p, static_cast<skipless::Form>(form), threads);
+}
+
+// int16 codes of float32 rows in rows of `padded`, and their scales; see codes.hpp.
 void skipless_quantize(const float* x, int64_t rows, int64_t count, int64_t stride,
                        int64_t padded, int limit, int per_row, float step, int16_t* codes,
-                       float* scales) {
-  float shared = step;
-  if (step <= 0 && !per_row) {
-    uint32_t largest = 0;
-    for (int64_t r = 0; r < rows; ++r) {
-      largest = std::max(largest, skipless::largest_bits(x + r * stride, count));
-    }
-    shared = scales[0] = skipless::scale_of(largest, limit);
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    const float* from = x + r * stride;
-    int16_t* to = codes + r * padded;
-    float scale = shared;
-    if (step > 0) {
-      const bool nan = skipless::largest_bits(from, count) > skipless::kInfinity;
-      scale = scales[r] = nan ? std::numeric_limits<float>::quiet_NaN() : step;
-    } else if (per_row) {
-      scale = scales[r] = skipless::scale_of(skipless::largest_bits(from, count), limit);
-    }
-    if (std::isnan(scale)) {
-      std::fill(to, to + padded, static_cast<int16_t>(0));
-    } else {
-      skipless::round_row(from, count, scale, limit, to);
-      std::fill(to + count, to + padded, static_cast<int16_t>(0));
-    }
-  }
+                       float* scales, int threads) {
+  const skipless::Rows from{x, rows, count, stride};
+  skipless::make_codes(from, padded, limit, per_row != 0, step, codes, scales, threads);
 }
 }
