@@ -108,6 +108,7 @@ def quantize_run(
     *,
     schemes: tuple[str, ...] | None = None,
     scopes: tuple[str, ...] | None = None,
+    overrides: tuple[str, ...] = (),
     num_tokens: int | None = None,
     by_layer: bool = False,
     say: Say = _quiet,
@@ -116,10 +117,10 @@ def quantize_run(
 
     Error by depth (S9), SQNR (S3) and, with `by_layer`, the loss with one layer quantised are of
     the scheme with the fewest bits among `schemes`, of evaluate.error_scheme if none was named.
-    Returns what was asked for. The file keeps the rows it has if they were measured on the same
-    weights and as many tokens, and a table of the run's own settings is never replaced by one on
-    other tokens. Static schemes are calibrated on training batches. Every scheme is checked before
-    anything is measured.
+    `overrides`, PATTERN=SCHEME, sets modules apart in every scheme. Returns what was asked for. The
+    file keeps the rows it has if they were measured on the same weights and as many tokens, and a
+    table of the run's own settings is never replaced by one on other tokens. Static schemes are
+    calibrated on training batches. Every scheme is checked before anything is measured.
     """
     from skipless.evaluate import error_propagation, precision_table, sensitivity, site_sqnr
     from skipless.quant import Scheme
@@ -129,9 +130,11 @@ def quantize_run(
     parsed = list(dict.fromkeys(Scheme.parse(text) for text in schemes or settings.schemes))
     chosen_scopes = tuple(dict.fromkeys(scopes or settings.scopes))
     closer = _lowest(parsed) if schemes else Scheme.parse(settings.error_scheme)
+    parsed = [scheme.with_overrides(overrides) for scheme in parsed]
+    closer = closer.with_overrides(overrides)
     num_tokens = _or(num_tokens, _quantize_tokens(run))
     batches = held_out_batches(run, num_tokens)
-    is_static = any(not scheme.dynamic for scheme in (*parsed, closer))
+    is_static = any(scheme.needs_calibration for scheme in (*parsed, closer))
     calibration = calibration_batches(run) if is_static else None
     say(f"{len(parsed)} schemes in scopes {', '.join(chosen_scopes)}")
     table = precision_table(run.model, batches, parsed, chosen_scopes, calibration=calibration)

@@ -9,15 +9,23 @@
 
 `W8A8`, `W4A4-KV8-w:g128-a:token`, `W3Afp` (weights only), `W8A12-static-clip:p99.9`. `A16` is an
 integer width, `Afp` floating point. Printing gives the canonical text: options in the order
-above, defaults left out. Read by everything that quantises; no torch here.
+above, defaults left out.
+
+Mixed precision: exceptions for some places follow after spaces, PATTERN=SCHEME or PATTERN=fp, as
+in `W4A8 layers.11.mlp.*=W8A8 layers.0=fp`; where several match, the last counts. A pattern is
+fnmatch's ("*" crosses dots) and is held against the name of a module, of the modules it lies in,
+and of a site.
+Read by everything that quantises; no torch here.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal
 
 from skipless.errors import UserError, suggestion
@@ -32,6 +40,7 @@ _GROUP = re.compile(r"g([1-9][0-9]{0,8})")
 _PERCENTILE = re.compile(r"p([0-9]{1,9}(?:\.[0-9]{1,30})?)")
 _LETTERS = {"kv": "KV", "probability": "P"}
 _OPTIONS = ("KV<b>", "P<b>", "w:", "a:", "asym", "static", "clip:")
+FULL_PRECISION = "fp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,8 @@ class Scheme(Config):
     """Activation ranges from each tensor itself; False takes them from calibration batches."""
     clip: str = "absmax"
     """absmax, p<percent> (percentile of |x|), mse (least squared error), gauss (S11)."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """(pattern, scheme or "fp") for what is quantised otherwise or not; the last that matches."""
 
     def __post_init__(self) -> None:
         _check_bits("weights", self.weight_bits)
@@ -85,6 +96,47 @@ class Scheme(Config):
                 "-static and -a:token exclude each other, since a fixed range cannot follow each "
                 "token; leave one of them out"
             )
+        if self.overrides:
+            checked = tuple(_check_override(*pair) for pair in self.overrides)
+            object.__setattr__(self, "overrides", checked)
+            patterns = [pattern for pattern, _ in checked]
+            if twice := [p for p in patterns if patterns.count(p) > 1]:
+                raise UserError(f"the override {twice[0]!r} is given twice; keep one of them")
+
+    def with_overrides(
+        self, overrides: Mapping[str, Scheme | str | None] | Iterable[str]
+    ) -> Scheme:
+        """This scheme with exceptions added: {pattern: scheme, "fp" or None}, or "PATTERN=SCHEME"
+        texts. Raises UserError for a pattern or scheme that is none."""
+        if isinstance(overrides, str):
+            overrides = [overrides]
+        if isinstance(overrides, Mapping):
+            pairs = [(p, FULL_PRECISION if s is None else str(s)) for p, s in overrides.items()]
+        else:
+            pairs = [_split_override(text) for text in overrides]
+        return replace(self, overrides=(*self.overrides, *pairs))
+
+    @property
+    def base(self) -> Scheme:
+        """This scheme without its exceptions."""
+        return replace(self, overrides=()) if self.overrides else self
+
+    def parts(self) -> list[Scheme]:
+        """The formats that occur in it, the base first, each once."""
+        others = [_parsed(text) for _, text in self.overrides if text != FULL_PRECISION]
+        return list(dict.fromkeys((self.base, *others)))
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether some range is fixed from batches (-static)."""
+        return not all(part.dynamic for part in self.parts())
+
+    def at(self, *names: str) -> Scheme | None:
+        """The format of what goes by `names` (a module, a site); None leaves it as it is."""
+        for pattern, text in reversed(self.overrides):
+            if any(matches(pattern, name) for name in names):
+                return None if text == FULL_PRECISION else _parsed(text)
+        return self.base
 
     @property
     def group_size(self) -> int | None:
@@ -97,6 +149,8 @@ class Scheme(Config):
         """Read the text form. Raises UserError with one sentence for anything else."""
         if isinstance(text, Scheme):
             return text
+        if isinstance(text, str) and "=" in text and len(words := text.split()) > 1:
+            return cls.parse(words[0]).with_overrides(words[1:])
         match = _WIDTHS.fullmatch(text) if isinstance(text, str) else None
         if not match:
             raise UserError(
@@ -138,7 +192,56 @@ class Scheme(Config):
             text += f"-a:{self.activation_granularity}"
         text += "" if self.symmetric else "-asym"
         text += "" if self.dynamic else "-static"
-        return text if self.clip == "absmax" else f"{text}-clip:{self.clip}"
+        text += "" if self.clip == "absmax" else f"-clip:{self.clip}"
+        return " ".join((text, *(f"{pattern}={what}" for pattern, what in self.overrides)))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` names this module ("a.b.c"), one that it lies in, or this site ("a:input").
+
+    A pattern with a colon is held against whole names of sites alone.
+    """
+    if ":" in pattern:
+        return fnmatchcase(name, pattern)
+    module = name.partition(":")[0]
+    while True:
+        if fnmatchcase(module, pattern):
+            return True
+        if "." not in module:
+            return False
+        module = module.rpartition(".")[0]
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> Scheme:
+    return Scheme.parse(text)
+
+
+def _split_override(text: str) -> tuple[str, str]:
+    pattern, equals, scheme = text.partition("=") if isinstance(text, str) else ("", "", "")
+    if not (pattern and equals and scheme):
+        raise UserError(
+            f"{text!r} is not an override; write PATTERN=SCHEME such as 'layers.0.*=W8A8', or "
+            "PATTERN=fp to leave something in full precision"
+        )
+    return pattern, scheme
+
+
+def _check_override(pattern: str, scheme: str) -> tuple[str, str]:
+    if not isinstance(pattern, str) or not pattern or re.search(r"[\s=]", pattern):
+        raise UserError(
+            f"the pattern of an override is {pattern!r}; a name without spaces and '=' was "
+            "expected, such as 'layers.0.*'"
+        )
+    if scheme == FULL_PRECISION:
+        return pattern, scheme
+    try:
+        parsed = Scheme.parse(scheme)
+    except UserError as error:
+        raise UserError(f"override {pattern}={scheme}: {error}, or fp") from None
+    if parsed.overrides:
+        raise UserError(f"override {pattern!r} is {scheme!r}, which has overrides itself")
+    return pattern, str(parsed)
 
 
 def check_groups(size: int, widths: Mapping[str, int]) -> None:

@@ -1,9 +1,10 @@
 """`diagnose`: every part of a diagnosis in order, each kept on disk as it is finished.
 
     1. parameters are finite, schemes are schemes, the folder is free
-    2. sites      one pass over the batches (collect.py), anatomy and remedies of what is rounded
+    2. sites      one pass over the batches, anatomy and remedies of what is rounded (site_rows.py)
     3. weights    every matrix
     4. attention, joins    S10, S7, S8 on the first sequences, on the eager path
+       gradients           on request: one backward pass
     5. layers     damage of one layer at a time, at each scheme; prediction
     6. depth      R_l (S9), at the first scheme
     7. alternatives    milder schemes and exempted layers, measured
@@ -13,17 +14,15 @@ What a model cannot show is listed in `missing` with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from skipless.diagnose.anatomy import anatomy
-from skipless.diagnose.collect import Collector, TensorRecord
 from skipless.diagnose.damage import Damage
+from skipless.diagnose.gradients import Loss, gradient_rows
 from skipless.diagnose.parts import Parts, checksum
-from skipless.diagnose.remedies import choose_remedy, try_remedies
 from skipless.diagnose.result import Diagnosis
 from skipless.diagnose.sensitivity import (
     alternatives,
@@ -31,18 +30,19 @@ from skipless.diagnose.sensitivity import (
     predict,
     rank_correlation,
 )
+from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.weights import check_finite, weight_rows
 from skipless.errors import UserError
 from skipless.evaluate import error_propagation
 from skipless.evaluate.losses import as_list
 from skipless.probes import Probe
-from skipless.quant import Scheme, evaluation_mode, gaussian_sqnr, quantization
+from skipless.quant import Scheme, evaluation_mode, quantization
 from skipless.quant.targets import find_targets
-from skipless.sites import is_linear, weight_of
 
 SAMPLED_SEQUENCES = 2
 """Sequences on which attention and joins are measured: the eager path keeps all probabilities."""
-Say = Callable[[str], None]
+GRADIENT_SEQUENCES = 4
+"""Sequences of the backward pass, which keeps every activation."""
 
 
 def diagnose(
@@ -55,6 +55,8 @@ def diagnose(
     tokenizer: Any = None,
     layer_batches: Iterable[Any] | None = None,
     layers: bool = True,
+    gradients: bool = False,
+    loss: Loss | None = None,
     target_db: float = 30.0,
     name: str | None = None,
     about: str = "",
@@ -67,7 +69,9 @@ def diagnose(
     iterator is read once, for the sites, while `layer_batches` (default: the first batch) are kept
     for what needs several passes: layers, depth, alternatives; `layers=False` leaves these out.
     `scope` None takes block where the model has blocks, else linear. `measure` is loss, distance
-    or auto (`damage.py`). `tokenizer` has a `decode(list of ids)` and names tokens. `out` writes
+    or auto (`damage.py`). `gradients` measures one backward pass on the first sequences
+    (`gradients.py`), with the next-token loss, the labels of the batch or `loss(model, batch)`.
+    `tokenizer` has a `decode(list of ids)` and names tokens. `out` writes
     the report and keeps finished parts. Per-tensor S3 is taken batch by batch.
 
     The model is left as it was. Raises UserError for a parameter that is not finite, no batch, a
@@ -90,6 +94,7 @@ def diagnose(
     settings = {
         "model": name or type(model).__name__, "about": about,
         "schemes": [str(s) for s in parsed], "scope": scope, "measure": measure, "layers": layers,
+        "gradients": gradients,
         "target_db": target_db, "checksum": checksum(model, [first, *few]),
     }  # fmt: skip
     parts, missing = Parts(out, settings), []
@@ -101,11 +106,12 @@ def diagnose(
 
     with evaluation_mode(model):
         sites = parts.get(
-            "sites", lambda: _sites(model, every(), parsed, tokenizer, target_db, say)
+            "sites", lambda: site_rows(model, every(), parsed, tokenizer, target_db, say)
         )
         weights = parts.get("weights", lambda: weight_rows(model, parsed))
         inside = parts.get("inside", lambda: _inside(model, first))
-        missing += sites["missing"] + inside["missing"]
+        back = parts.get("gradients", lambda: _gradients(model, few[0], loss)) if gradients else {}
+        missing += sites["missing"] + inside["missing"] + back.get("missing", [])
         found = {"layers": [], "depth": [], "alternatives": [], "damage": None}
         if layers and chosen is not None:
             found = _by_layer(
@@ -116,7 +122,8 @@ def diagnose(
         model=name or type(model).__name__, about=about, schemes=[str(s) for s in parsed],
         scope=chosen, num_tokens=sites["num_tokens"], num_batches=sites["num_batches"],
         sites=sites["rows"], weights=weights, attention=inside["attention"],
-        joins=inside["joins"], missing=missing, target_db=target_db, **found,
+        joins=inside["joins"], gradients=back.get("found"),
+        missing=missing, target_db=target_db, **found,
     )  # fmt: skip
     if out is not None:
         from skipless.diagnose.writing import write
@@ -143,92 +150,6 @@ def _choose_scope(
     return None
 
 
-def _sites(
-    model: nn.Module,
-    batches: Iterable[Any],
-    schemes: Sequence[Scheme],
-    tokenizer: Any,
-    target_db: float,
-    say: Say,
-) -> dict[str, Any]:
-    """Rows of every site, in the order of computation."""
-    widths = sorted({s.activation_bits for s in schemes if s.activation_bits is not None})
-    collector = Collector(model, widths)
-    with collector.active():
-        for number, batch in enumerate(batches):
-            collector.run(batch)
-            say(f"batch {number + 1} measured")
-    records = collector.finished()
-    say(f"{len(records)} tensors: anatomy and remedies")
-    rows: list[dict[str, Any]] = []
-    for record in records:
-        numbers = _numbers(collector, record, schemes, tokenizer, target_db)
-        for place in record.places:
-            site = place.site
-            rows.append({
-                "site": site.name, "kind": place.kind, "layer": site.layer,
-                "sublayer": site.sublayer, "tensor": record.name, **numbers,
-            })  # fmt: skip
-    missing = []
-    unseen = collector.unseen()
-    if unseen:
-        more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
-        missing.append(f"{', '.join(unseen[:3])}{more}: never ran in the forward pass")
-    broken = [record.name for record in records if record.moments.nonfinite]
-    if broken:
-        missing.append(f"NaN or infinite values at {broken[0]} and after it were left out")
-    return {
-        "rows": rows, "missing": missing, "num_batches": collector.num_batches,
-        "num_tokens": max(record.moments.count for record in records),
-    }  # fmt: skip
-
-
-def _numbers(
-    collector: Collector,
-    record: TensorRecord,
-    schemes: Sequence[Scheme],
-    tokenizer: Any,
-    target_db: float,
-) -> dict[str, Any]:
-    """What all sites of one tensor share."""
-    kinds = {place.kind for place in record.places}
-    numbers: dict[str, Any] = record.moments.summary()
-    found = anatomy(record.outliers, target_db=target_db)
-    for token in found.get("tokens", []):
-        place = collector.locate(record, token.pop("number"))
-        token |= place | {"text": _text(tokenizer, place["id"])}
-    numbers["anatomy"] = found
-    modules = dict(collector.model.named_modules())
-    readers = [modules[p.site.module] for p in record.places if p.kind == "linear_input"]
-    matrices = [
-        weight_of(m).t() if type(m).__name__ == "Conv1D" else weight_of(m)
-        for m in readers if is_linear(m)
-    ]  # fmt: skip
-    rounded = kinds & {"linear_input", "sublayer_output", "stream"}
-    for key in ("sqnr", "token_sqnr", "ideal", "gap", "remedies", "remedy"):
-        numbers[key] = {}
-    rows, weights, _ = record.outliers.rows()
-    for scheme in schemes:
-        bits, key = scheme.activation_bits, str(scheme)
-        if bits is None:
-            continue
-        noise = record.outliers.noise[bits]
-        numbers["sqnr"][key], numbers["token_sqnr"][key] = noise.sqnr, noise.token_sqnr
-        numbers["ideal"][key] = gaussian_sqnr(bits)
-        numbers["gap"][key] = numbers["ideal"][key] - noise.token_sqnr
-        if rounded:
-            tried = try_remedies(rows, weights, scheme, matrices)
-            numbers["remedies"][key] = tried
-            numbers["remedy"][key] = choose_remedy(tried, gaussian_sqnr(bits))
-    return numbers
-
-
-def _text(tokenizer: Any, token: int | None) -> str | None:
-    if tokenizer is None or token is None:
-        return None
-    return str(tokenizer.decode([token]))
-
-
 def _inside(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Attention and joins of the first sequences, and what the model does not show of them."""
     from skipless.quant import run_batch
@@ -243,6 +164,15 @@ def _inside(model: nn.Module, batch: Any) -> dict[str, Any]:
         except UserError as error:
             found["missing"].append(f"{key}: {error}")
     return found
+
+
+def _gradients(model: nn.Module, batch: Any, loss: Loss | None) -> dict[str, Any]:
+    """One backward pass on the first sequences, and what the model does not show of it."""
+    small = first_sequences(batch, GRADIENT_SEQUENCES)
+    try:
+        return {"found": gradient_rows(model, small, loss), "missing": []}
+    except UserError as error:
+        return {"found": None, "missing": [f"gradients: {error}"]}
 
 
 def first_sequences(batch: Any, number: int) -> Any:
@@ -278,7 +208,7 @@ def _by_layer(
         "kind": damage.kind, "unit": damage.unit, "baseline": damage.baseline, "correlation": {},
     }  # fmt: skip
     for scheme in schemes:
-        options = {} if scheme.dynamic else {"calibration": batches}
+        options = {"calibration": batches} if scheme.needs_calibration else {}
         part = f"layers-{str(scheme).replace(':', '_')}"
         known: list[dict[str, Any]] = parts.known(part) or []
 
@@ -303,7 +233,7 @@ def _by_layer(
         )
         found["layers"] += rows
     scheme = schemes[0]
-    options: dict[str, Any] = {} if scheme.dynamic else {"calibration": batches}
+    options: dict[str, Any] = {"calibration": batches} if scheme.needs_calibration else {}
     say(f"error by depth at {scheme}")
     try:
         found["depth"] = parts.get(

@@ -43,7 +43,7 @@ def precision_table(
     for scheme in parsed:
         for scope in scopes:
             find_targets(model, scheme, scope, include_head=include_head)
-        if calibration is None and not scheme.dynamic:
+        if calibration is None and scheme.needs_calibration:
             run_calibration(model, None, str(scheme))  # says what is missing
     batches = list(as_list(batches))
     calibration = None if calibration is None else list(as_list(calibration))

@@ -127,7 +127,7 @@ def site_sqnr(
             module = weight.name.removesuffix(".weight")
             row = {"site": module, "kind": "weight", "layer": weight.layer,
                    "sublayer": sublayers.get(module)}  # fmt: skip
-            rows.append(row | _ratio(_square_sum(weight.stored), noise, scheme.weight_bits))
+            rows.append(row | _ratio(_square_sum(weight.stored), noise, weight.scheme.weight_bits))
     return rows
 
 

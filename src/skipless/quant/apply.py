@@ -15,7 +15,8 @@ Works on our models, on Hugging Face models and on any nn.Module with linear lay
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.calibrate import run_calibration
-from skipless.quant.fake import fake_quantize
+from skipless.quant.fake import Codes, fake_quantize, integer_codes
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import (
     ActivationTarget,
@@ -46,6 +47,8 @@ class _Weight:
     name: str
     parameter: nn.Parameter
     stored: Tensor
+    scheme: Scheme
+    transposed: bool = False
     layer: int | None = None
     version: int = 0
 
@@ -55,12 +58,21 @@ class _Weight:
         self.stored = current
         self.version = self.parameter._version
 
+    def codes(self) -> Codes:
+        """int32 codes and scale of the matrix [out, in] while quantised; by groups, if any."""
+        matrix = self.stored.t() if self.transposed else self.stored
+        return integer_codes(
+            matrix.to(self.parameter.device), self.scheme.weight_bits,
+            granularity=self.scheme.weight_granularity, symmetric=self.scheme.symmetric,
+            clip=self.scheme.clip,
+        )  # fmt: skip
+
     def __deepcopy__(self, memo: dict) -> _Weight:
         parameter = copy.deepcopy(self.parameter, memo)
         # A copied parameter counts its changes from the start.
         return _Weight(
-            name=self.name, parameter=parameter, stored=self.stored.clone(), layer=self.layer,
-            version=parameter._version,
+            name=self.name, parameter=parameter, stored=self.stored.clone(), scheme=self.scheme,
+            transposed=self.transposed, layer=self.layer, version=parameter._version,
         )  # fmt: skip
 
 
@@ -87,8 +99,11 @@ class Quantization:
         for what, names in self.untouched.items():
             more = f" and {len(names) - 3} more" if len(names) > 4 else ""
             parts.append(f"{what} {', '.join(names[:3] if more else names)}{more}")
+        of_format = Counter(str(weight.scheme) for weight in self.weights)
+        shares = ", ".join(f"{number} at {text}" for text, number in of_format.items())
+        mixed = f" ({shares})" if self.scheme.overrides else ""
         return (
-            f"{self.scheme} in scope {self.scope}: {len(self.weights)} weights, "
+            f"{self.scheme} in scope {self.scope}: {len(self.weights)} weights{mixed}, "
             f"{len(self.activations)} activation sites; "
             + ("in full precision: " + "; ".join(parts) if parts else "every matrix quantised")
         )
@@ -99,18 +114,21 @@ def quantize(
     scheme: Scheme | str,
     scope: str = "linear",
     *,
+    overrides: Mapping[str, Scheme | str | None] | Iterable[str] = (),
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
     layers: Iterable[int | None] | None = None,
 ) -> nn.Module:
     """Quantise `model` in place (simulated) and return it; `restore(model)` undoes it.
 
-    `scope` is linear, block or all (Q2). `calibration`, batches as in `quant.calibrate`, is read
-    by `-static` schemes only. `layers` limits everything to some layers. The state_dict then holds
-    quantised weights. Raises UserError, leaving the model as it was, when nothing matches, the
-    model is quantised already, a static scheme has no calibration, or a weight is not finite.
+    `scope` is linear, block or all (Q2). `overrides` sets places apart by name, {pattern: scheme},
+    None or "fp" leaving them in full precision (`skipless.scheme`). `calibration`, batches as in
+    `quant.calibrate`, is read by `-static` schemes only. `layers` limits everything to some layers.
+    The state_dict then holds quantised weights. Raises UserError, leaving the model as it was, when
+    nothing matches, the model is quantised already, a static scheme has no calibration, or a weight
+    is not finite.
     """
-    scheme = Scheme.parse(scheme)
+    scheme = Scheme.parse(scheme).with_overrides(overrides)
     if (present := quantization(model)) is not None:
         raise UserError(
             f"the model is already quantised with {present.scheme} (scope {present.scope}); "
@@ -118,16 +136,16 @@ def quantize(
         )
     weights, targets = find_targets(model, scheme, scope, include_head=include_head, layers=layers)
     state = ForwardState([target.site for target in targets])
-    quantizers = [ActivationQuantizer(target, scheme, state) for target in targets]
+    quantizers = [ActivationQuantizer(target, target.scheme, state) for target in targets]
     record = Quantization(
         scheme=scheme, scope=scope, include_head=include_head, activations=quantizers,
-        state=state, weights=[_quantize_weight(target, scheme) for target in weights],
-        untouched=find_untouched(model, weights),
+        state=state, weights=[_quantize_weight(target) for target in weights],
+        untouched=find_untouched(model, weights, scheme),
     )  # fmt: skip
     record.eager = _switch_to_eager(model, targets)
     _register_hooks(model, record)
     try:
-        if quantizers and not scheme.dynamic:
+        if any(quantizer.observer for quantizer in quantizers):
             state.mode = "observe"
             run_calibration(model, calibration, str(scheme))
             for quantizer in quantizers:
@@ -233,8 +251,8 @@ def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False)
         return rounded.t().contiguous() if transposed else rounded
 
 
-def _quantize_weight(target: WeightTarget, scheme: Scheme) -> _Weight:
-    parameter = target.parameter
+def _quantize_weight(target: WeightTarget) -> _Weight:
+    parameter, scheme = target.parameter, target.scheme
     if parameter.is_meta:
         raise UserError(f"{target.name} is on the meta device; load or initialise the model first")
     if not bool(torch.isfinite(parameter).all()):
@@ -246,7 +264,10 @@ def _quantize_weight(target: WeightTarget, scheme: Scheme) -> _Weight:
         rounded = quantize_weight(parameter, scheme, transposed=target.transposed)
     except UserError as error:
         raise UserError(f"{target.name}: {error}") from None
-    return _Weight(name=target.name, parameter=parameter, stored=rounded, layer=target.layer)
+    return _Weight(
+        name=target.name, parameter=parameter, stored=rounded, scheme=scheme,
+        transposed=target.transposed, layer=target.layer,
+    )  # fmt: skip
 
 
 def _register_hooks(model: nn.Module, record: Quantization) -> None:

@@ -30,10 +30,10 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
 from skipless.quant.engines import ENGINES, Prepared, Problem
-from skipless.quant.fake import integer_codes, quantizer, simulate
+from skipless.quant.fake import Codes, quantizer, simulate
 from skipless.quant.hardware import fastest_kernel, pick
 from skipless.quant.scheme import Scheme
-from skipless.sites import bias_of, weight_of
+from skipless.sites import bias_of
 
 _STATE = "_skipless_integer"
 
@@ -99,7 +99,8 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
-    _check_scheme(record.scheme)
+    for scheme in dict.fromkeys(weight.scheme for weight in record.weights):
+        _check_scheme(scheme)
     if integer_layers(model):
         raise UserError("the model runs on integers already; call from_integer(model) first")
     if record.state.mode != "quantize":
@@ -119,7 +120,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
                 f"{weight.name} changed after quantize(), so its codes are not those of the "
                 "values in use; restore(model, discard_changes=True) and quantise it again"
             )
-        made.append((module, _prepare(module, weight.stored, site, record.scheme, engine)))
+        made.append((module, _prepare(module, weight.codes(), site, weight.scheme, engine)))
     for module, own in made:
         setattr(module, _STATE, own)
         module.__class__ = _integer_class(own.plain_class)
@@ -216,17 +217,13 @@ def _fused_codes(
 
 
 def _prepare(
-    module: nn.Module, weight: Tensor, site: ActivationQuantizer, scheme: Scheme, engine: str | None
+    module: nn.Module, weight: Codes, site: ActivationQuantizer, scheme: Scheme, engine: str | None
 ) -> _Integer:
-    weight = weight.detach().to(weight_of(module).device)
-    matrix = weight if isinstance(module, nn.Linear) else weight.t()
-    codes, scale = integer_codes(
-        matrix, scheme.weight_bits, granularity=scheme.weight_granularity, clip=scheme.clip
-    )
+    codes, scale = weight
     out_features, in_features = codes.shape
     problem = Problem(
         weight_bits=scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
-        out_features=out_features, device=weight.device.type,
+        out_features=out_features, device=codes.device.type,
     )  # fmt: skip
     try:
         chosen = pick(problem, engine)

@@ -8,7 +8,8 @@
 
 Weights are those of nn.Linear and transformers' Conv1D in every scope. The head and the
 embeddings stay in full precision unless `include_head`. A width given by name (-KV8, -P8) is
-applied in every scope, since it was asked for. Read by `quant.apply`.
+applied in every scope, since it was asked for. Each target carries the format it gets, which a
+scheme's overrides may set apart by name. Read by `quant.apply`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import cast
 
 from torch import nn
 
-from skipless.errors import UserError, check_choice
+from skipless.errors import UserError, check_choice, suggestion
 from skipless.heads import find_heads
 from skipless.quant.scheme import Scheme
-from skipless.scheme import check_groups
+from skipless.scheme import check_groups, matches
 from skipless.sites import Site, find_sites, is_linear
 
 SCOPES = ("linear", "block", "all")
@@ -38,6 +39,10 @@ class WeightTarget:
     layer: int | None
     transposed: bool
     """Stored as in x out (Conv1D), so that output channels are columns."""
+    scheme: Scheme
+    """The format of this weight."""
+    modules: tuple[str, ...]
+    """Names of the modules that share it, the first of them in `name`."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -51,6 +56,8 @@ class ActivationTarget:
 
     site: Site
     bits: int
+    scheme: Scheme
+    """The format of this tensor."""
 
 
 def find_targets(
@@ -64,28 +71,39 @@ def find_targets(
     """Every weight and activation that `scheme` touches in `scope`; tied weights once.
 
     `layers` keeps some layers only (None in it stands for what belongs to no layer). Raises
-    UserError when nothing matches, the scope or a -KV/-P width names sites the model lacks, or a
-    group size does not divide a weight's inputs.
+    UserError when nothing matches, an override matches nothing, the scope or a -KV/-P width names
+    sites the model lacks, or a group size does not divide a weight's inputs.
     """
     check_choice("scope", scope, SCOPES)
     _check_coverage(model)
     sites = find_sites(model)
     heads = set() if include_head else find_heads(model)
     layer_of = {site.module: site.layer for site in sites if site.kind == "linear_input"}
-    weights = _find_weights(model, layer_of, heads, include_head)
-    if not weights:
+    all_weights = _find_weights(model, layer_of, heads, include_head, scheme)
+    if not all_weights:
         raise UserError(
             f"{type(model).__name__} has no linear layer to quantise but its head "
             f"({', '.join(sorted(heads))}); pass include_head=True"
         )
-    widths = _widths_by_kind(model, scheme, scope, {site.kind for site in sites})
-    activations = [
-        ActivationTarget(site=site, bits=widths[site.kind])
+    present = {site.kind for site in sites}
+    widths = {part: _widths_by_kind(model, part, scope, present) for part in scheme.parts()}
+    covered = {kind for of_part in widths.values() for kind in of_part}
+    sites = [
+        site
         for site in sites
-        if site.kind in widths and not (site.kind == "linear_input" and site.module in heads)
+        if site.kind in covered and not (site.kind == "linear_input" and site.module in heads)
+    ]
+    _check_overrides(model, scheme, all_weights, sites, heads)
+    weights = [t for t in all_weights if scheme.at(*t.modules) is not None]
+    if not weights:
+        raise UserError(f"the overrides of {str(scheme)!r} leave every weight in full precision")
+    activations = [
+        ActivationTarget(site=site, bits=widths[part][site.kind], scheme=part)
+        for site in sites
+        if (part := scheme.at(site.name, site.module)) and site.kind in widths[part]
     ]
     if layers is None:
-        _check_groups(weights, scheme)
+        _check_groups(weights)
         return weights, activations
     wanted = set(layers)
     known = {target.layer for target in weights} | {target.site.layer for target in activations}
@@ -97,12 +115,15 @@ def find_targets(
             f"layers {sorted(missing, key=str)} hold nothing to quantise; this model has no blocks"
         )  # fmt: skip
     weights = [target for target in weights if target.layer in wanted]
-    _check_groups(weights, scheme)
+    _check_groups(weights)
     return weights, [target for target in activations if target.site.layer in wanted]
 
 
-def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, list[str]]:
-    """Modules that keep a matrix in full precision, by "embedding", "head", "convolution", "other".
+def find_untouched(
+    model: nn.Module, weights: list[WeightTarget], scheme: Scheme | None = None
+) -> dict[str, list[str]]:
+    """Modules that keep a matrix in full precision, by "embedding", "head", "convolution", "left
+    out" (by an override of `scheme`), "other".
 
     A matrix is any parameter of two or more dimensions that is not in `weights`. Vectors (biases,
     gains of norms) are never quantised and not listed.
@@ -118,15 +139,54 @@ def find_untouched(model: nn.Module, weights: list[WeightTarget]) -> dict[str, l
             what = "embedding"
         elif isinstance(module, nn.modules.conv._ConvNd):
             what = "convolution"
+        elif what == "other" and scheme is not None and scheme.at(name) is None:
+            what = "left out"
         found.setdefault(what, []).append(name or type(module).__name__)
     return found
 
 
-def _check_groups(weights: list[WeightTarget], scheme: Scheme) -> None:
-    """UserError for the first weight whose inputs the scheme's groups do not divide."""
-    if scheme.group_size is not None:
-        widths = {t.name: t.parameter.shape[0 if t.transposed else -1] for t in weights}
-        check_groups(scheme.group_size, widths)
+def _check_overrides(
+    model: nn.Module,
+    scheme: Scheme,
+    weights: list[WeightTarget],
+    sites: list[Site],
+    heads: set[str],
+) -> None:
+    """UserError for the first pattern that matches nothing that would be quantised."""
+    names = {name for target in weights for name in target.modules}
+    names |= {name for site in sites for name in (site.name, site.module) if name}
+    for pattern, _ in scheme.overrides:
+        if any(matches(pattern, name) for name in names):
+            continue
+        if found := [name for name in heads if matches(pattern, name)]:
+            raise UserError(
+                f"the override {pattern!r} names the head {found[0]}, which stays in full "
+                "precision anyway; leave the override out, or pass include_head=True"
+            )
+        longer = f"*.{pattern}"
+        if any(matches(longer, name) for name in names):
+            advice = f"write {longer!r}: names here begin with another module"
+        else:
+            parents = {name.rpartition(".")[0] for name in names} | {
+                ".".join(name.split(".")[:2]) for name in names if name.count(".") > 1
+            }
+            advice = suggestion(pattern, sorted(names | parents - {""})[:800], noun="name")
+            advice = advice if len(advice) < 300 else advice[:300].rsplit(",", 1)[0] + ", ..."
+        raise UserError(
+            f"the override {pattern!r} matches nothing that would be quantised in "
+            f"{type(model).__name__}; {advice}"
+        )
+
+
+def _check_groups(weights: list[WeightTarget]) -> None:
+    """UserError for the first weight whose inputs its scheme's groups do not divide."""
+    widths: dict[int, dict[str, int]] = {}
+    for t in weights:
+        if t.scheme.group_size is not None:
+            of_size = widths.setdefault(t.scheme.group_size, {})
+            of_size[t.name] = t.parameter.shape[0 if t.transposed else -1]
+    for size, of_size in widths.items():
+        check_groups(size, of_size)
 
 
 def _check_coverage(model: nn.Module) -> None:
@@ -145,11 +205,15 @@ def _check_coverage(model: nn.Module) -> None:
 
 
 def _find_weights(
-    model: nn.Module, layer_of: dict[str, int | None], heads: set[str], include_head: bool
+    model: nn.Module,
+    layer_of: dict[str, int | None],
+    heads: set[str],
+    include_head: bool,
+    scheme: Scheme,
 ) -> list[WeightTarget]:
-    seen: set[int] = set()
-    found = []
-    for name, module in model.named_modules():
+    """Every weight that may be quantised; what an override leaves out carries the base scheme."""
+    modules: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.MultiheadAttention):
             raise UserError(
                 f"{name or 'the model'} is nn.MultiheadAttention, whose products no hook reaches, "
@@ -157,17 +221,19 @@ def _find_weights(
                 "nn.Linear layers"
             )
         wanted = is_linear(module) and name not in heads
-        if not wanted and not (include_head and isinstance(module, nn.Embedding)):
-            continue
-        if id(module.weight) in seen:
-            continue
-        seen.add(id(module.weight))
+        if wanted or (include_head and isinstance(module, nn.Embedding)):
+            modules.setdefault(id(module.weight), []).append((name, module))
+    found = []
+    for users in modules.values():
+        (name, module), names = users[0], tuple(user for user, _ in users)
         found.append(
             WeightTarget(
                 name=f"{name}.weight" if name else "weight",
                 module=module,
                 layer=layer_of.get(name),
                 transposed=type(module).__name__ == "Conv1D",
+                scheme=scheme.at(*names) or scheme.base,
+                modules=names,
             )
         )
     return found
