@@ -3,36 +3,13 @@
 Needs a registry once; afterwards the cache is enough.
 """
 
-import numpy as np
 import pytest
 import torch
+from real_material import SPOKEN, TEXT, folder, speech
 
-from skipless.data import UnreachableError, cache_dir
-from skipless.data.archives import members
-from skipless.data.catalog import Package
-from skipless.data.fetching import fetch_archive
 from skipless.diagnose import diagnose
-from skipless.pretrained import fetch_model
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
-
-TEXT = (
-    "It was a bright cold day in April, and the clocks were striking thirteen. The harbour lay "
-    "quiet under the hill, and nobody on the long grey pier had seen the boat come in. "
-)
-SPEECH = Package(
-    name="pocketsphinx-testdata", how="apt", package="pocketsphinx-testdata",
-    version="0.8+5prealpha+1-15", licence="BSD-2-Clause", about="a spoken sentence",
-    sha256="eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0",
-)  # fmt: skip
-
-
-def folder(name):
-    pytest.importorskip("transformers")
-    try:
-        return fetch_model(name)
-    except UnreachableError as error:
-        pytest.skip(f"offline: {error}")
 
 
 def test_the_giant_of_smollm2_is_found(tmp_path):
@@ -73,15 +50,9 @@ def test_whisper_on_speech():
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
     path = folder("whisper-tiny-en")
-    try:
-        archive = fetch_archive(SPEECH, cache_dir())
-    except UnreachableError as error:
-        pytest.skip(f"offline: {error}")
-    ((_, content),) = members(archive, r".*/data/goforward\.raw")
-    sound = np.frombuffer(content, "<i2").astype(np.float32) / 32768
     processor = AutoProcessor.from_pretrained(path)
-    features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
-    labels = processor.tokenizer(" Go forward ten meters.", return_tensors="pt").input_ids[:, 1:]
+    features = processor(speech(), sampling_rate=16000, return_tensors="pt").input_features
+    labels = processor.tokenizer(SPOKEN, return_tensors="pt").input_ids[:, 1:]
     model = WhisperForConditionalGeneration.from_pretrained(path)
     batch = {"input_features": features, "decoder_input_ids": labels}
     result = diagnose(model, [batch], "W8A8", tokenizer=processor.tokenizer)

