@@ -2,12 +2,14 @@
 
     skipless.diagnose(model, batches, ["W8A8"]) -> Diagnosis      any nn.Module
 
+site_rows.py    the table of sites, by one pass over the data
 collect.py      one pass: S1-S3 of every site, extreme and sampled tokens
 kernel.py       the sums of that pass in C++, where there is a compiler
 anatomy.py      outlier channels and outlier tokens of one tensor
 remedies.py     what clipping, token scales, rotation, smoothing, columns would give, in dB
 rotation.py     Hadamard matrices of any width
 weights.py      the same questions of weight matrices
+gradients.py    one backward pass, on request
 damage.py       loss, or distance of outputs where there is no loss
 sensitivity.py  one layer at a time; prediction; milder schemes
 parts.py        finished parts on disk

@@ -51,6 +51,8 @@ GLOSSARY = {
     "R": "Distance of the quantised stream from the exact one over the exact one's length.",
     "Rank correlation": "Spearman's: 1 when the sites order the layers as the measured damage "
     "does, 0 when they say nothing.",
+    "Gradient first / last": "Norm at the first layer over that at the last: 1 is even, far above "
+    "or below 1 says that layers learn at very different speeds.",
     "First token, saturated": "Share of attention on the first token, a parking place called a "
     "sink; share of queries that give one token more than 99 %.",
 }
@@ -75,6 +77,7 @@ def page(result: Diagnosis, figures: Sequence[Figure], without: Sequence[str]) -
         section("Layers", _layers(result)),
         section("Weights", _weights(result)),
         section("Attention", _attention(result)),
+        section("Gradients", _gradients(result)),
         section("What could not be measured", listed(missing)),
         section("What the numbers mean", glossary(GLOSSARY)),
     ]
@@ -200,6 +203,40 @@ def _attention(result: Diagnosis) -> str:
     ]  # fmt: skip
     head = ["layer", "entropy (nats)", "largest probability", "first token", "saturated"]
     return sortable(head, body) if body else ""
+
+
+def _gradients(result: Diagnosis) -> str:
+    found = result.gradients
+    if found is None:
+        return ""
+    ratios = [
+        [word(row["of"]), word(row["stack"] or "–"), number(row["first_layer"], ".0f"),
+         number(row["first"], ".4g"), number(row["last_layer"], ".0f"),
+         number(row["last"], ".4g"), number(row["ratio"], ".3g")]
+        for row in found["ratios"]
+    ]  # fmt: skip
+    parts = [
+        f"<p>One backward pass of the {escape(found['of'])}, {found['loss']:.4f}, on the first "
+        "sequences. The gradient at a site is the one with respect to the values there.</p>"
+    ]
+    if ratios:
+        head = ["of", "stack", "first layer", "norm", "last layer", "norm there", "first / last"]
+        parts.append(sortable(head, ratios))
+    for what in ("sites", "weights"):
+        body = []
+        for row in found[what]:
+            about = [word(row.get("kind", "").replace("_", " "))]
+            if what == "weights":
+                about = [number(row["relative"], ".3g")]
+            body.append([
+                word(row["site"]), *about, number(row["layer"], ".0f"), number(row["norm"], ".4g"),
+                number(row["rms"], ".3g"), number(row["kurtosis"]),
+                number(row["max_over_std"], ".1f"),
+            ])  # fmt: skip
+        name, second = ("site", "kind") if what == "sites" else ("parameter", "norm / |weight|")
+        head = [name, second, "layer", "norm", "rms", "excess kurtosis", "max / sd"]
+        parts.append(sortable(head, body) if body else "")
+    return "".join(parts)
 
 
 def _paste(result: Diagnosis) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from skipless.diagnose.result import Diagnosis
@@ -90,6 +90,15 @@ def draw(result: Diagnosis) -> tuple[list[Figure], list[str]]:
             2,
         ),
     ]
+    if result.gradients is not None:
+        wanted.append((
+            "gradients",
+            f"Gradients of the {result.gradients['of']}, by depth",
+            "Left: length of the gradient with respect to the values at a place, the largest of "
+            "each kind in a layer. Right: its excess kurtosis (0: Gaussian).",
+            lambda pen, axes: _gradients(pen, axes, result),
+            2,
+        ))  # fmt: skip
     found, without = [], []
     for name, title, caption, on, panels in wanted:
         both = render(series(), on, panels, name=f"diagnosis-{name}", title=title)
@@ -108,11 +117,14 @@ def _line(pen: Pen, axes: Any, label: str, points: dict[float, float]) -> None:
 
 
 def _by_layer(
-    result: Diagnosis, kind: str, of: Callable[[dict[str, Any]], float | None], choose: Callable
+    rows: Sequence[dict[str, Any]],
+    kind: str,
+    of: Callable[[dict[str, Any]], float | None],
+    choose: Callable,
 ) -> dict[float, float]:
     """{layer: the chosen of the kind's values there}; what belongs to no layer is left out."""
     found: dict[float, list[float]] = {}
-    for row in result.sites:
+    for row in rows:
         value = of(row)
         if row["kind"] == kind and row["layer"] is not None and value is not None:
             found.setdefault(row["layer"], []).append(value)
@@ -126,7 +138,7 @@ def _rounding(pen: Pen, axes: Any, result: Diagnosis, scheme: str) -> None:
     ):  # fmt: skip
         for kind, label in KINDS.items():
             _line(pen, panel, label, _by_layer(
-                result, kind, lambda row, key=key: row[key].get(scheme), min
+                result.sites, kind, lambda row, key=key: row[key].get(scheme), min
             ))  # fmt: skip
         if ideals and panel in pen.panels:
             pen.yardstick(panel, ideals[0], "a Gaussian tensor, best clip")
@@ -136,8 +148,10 @@ def _rounding(pen: Pen, axes: Any, result: Diagnosis, scheme: str) -> None:
 def _tails(pen: Pen, axes: Any, result: Diagnosis) -> None:
     left, right = axes
     for kind, label in KINDS.items():
-        _line(pen, left, label, _by_layer(result, kind, lambda row: row["kurtosis"], max))
-        _line(pen, right, label, _by_layer(result, kind, lambda row: row["max_over_std"], max))
+        _line(pen, left, label, _by_layer(result.sites, kind, lambda row: row["kurtosis"], max))
+        _line(
+            pen, right, label, _by_layer(result.sites, kind, lambda row: row["max_over_std"], max)
+        )
     left.set(title="kurtosis", xlabel="layer", ylabel="excess kurtosis (no unit)")
     right.set(title="largest value", xlabel="layer", ylabel="max |x| (standard deviations)")
     if left in pen.panels:
@@ -194,6 +208,20 @@ def _attention(pen: Pen, axes: Any, result: Diagnosis) -> None:
     for panel in axes:
         if panel in pen.panels:
             panel.set_ylim(bottom=0)
+
+
+def _gradients(pen: Pen, axes: Any, result: Diagnosis) -> None:
+    left, right = axes
+    rows = result.gradients["sites"] if result.gradients else []
+    for kind, label in KINDS.items():
+        _line(pen, left, label, _by_layer(rows, kind, lambda row: row["norm"], max))
+        _line(pen, right, label, _by_layer(rows, kind, lambda row: row["kurtosis"], max))
+    left.set(title="length", xlabel="layer", ylabel="norm of the gradient (loss / value)")
+    right.set(title="kurtosis", xlabel="layer", ylabel="excess kurtosis (no unit)")
+    if left in pen.panels:
+        log_scale_if_wide(left)
+    if right in pen.panels:
+        signed_log_scale(right, linear=1.0)
 
 
 def _axis(unit: str) -> str:

@@ -57,6 +57,8 @@ class Diagnosis:
     damage: dict[str, Any] | None
     """kind, unit, baseline of the layers' increases; Spearman's correlation by scheme."""
     missing: list[str]
+    gradients: dict[str, Any] | None = None
+    """On request (gradients.py): loss, of, sites, weights, depth, ratios."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a plain dict."""
@@ -91,9 +93,10 @@ class Diagnosis:
     def lines(self) -> list[str]:
         """At most ten lines, worst first."""
         scheme = self.schemes[0]
-        lines = [self._tensor_line(group, scheme) for group in self._groups(scheme)[:NUM_TENSORS]]
+        number = NUM_TENSORS - (self.gradients is not None)
+        lines = [self._tensor_line(group, scheme) for group in self._groups(scheme)[:number]]
         lines += self._layer_lines(scheme) + self._depth_line() + self._weight_line(scheme)
-        lines += self._attention_line() + self._advice_line()
+        lines += self._attention_line() + self._gradient_line() + self._advice_line()
         return [line for line in lines if line][:NUM_LINES]
 
     def _groups(self, scheme: str) -> list[list[dict[str, Any]]]:
@@ -171,6 +174,21 @@ class Diagnosis:
             f"{sum(r['first_token_mass'] for r in rows) / len(rows):.0%} on average; "
             f"{max(r['saturated'] for r in rows):.0%} of rows saturated at most"
         ]
+
+    def _gradient_line(self) -> list[str]:
+        if self.gradients is None:
+            return []
+        rows = [row for row in self.gradients["sites"] if row["kurtosis"] is not None]
+        parts = [
+            f"{row['ratio']:.3g} times as long at layer {row['first_layer']} as at layer "
+            f"{row['last_layer']} ({'stream' if row['of'] == 'stream' else 'parameters'}"
+            f"{' of ' + row['stack'] if row['stack'] else ''})"
+            for row in self.gradients["ratios"][:2] if row["ratio"] is not None
+        ]  # fmt: skip
+        if rows:
+            row = max(rows, key=lambda row: row["kurtosis"])
+            parts.append(f"heaviest tails at {row['site']}, kurtosis {_short(row['kurtosis'])}")
+        return [f"gradients of the {self.gradients['of']}: {'; '.join(parts)}"] if parts else []
 
     def _advice_line(self) -> list[str]:
         row = self.recommended()

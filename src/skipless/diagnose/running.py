@@ -71,8 +71,8 @@ def diagnose(
     `scope` None takes block where the model has blocks, else linear. `measure` is loss, distance
     or auto (`damage.py`). `gradients` measures one backward pass on the first sequences
     (`gradients.py`), with the next-token loss, the labels of the batch or `loss(model, batch)`.
-    `tokenizer` has a `decode(list of ids)` and names tokens. `out` writes
-    the report and keeps finished parts. Per-tensor S3 is taken batch by batch.
+    `tokenizer` has a `decode(list of ids)` and names tokens. `out` writes the report and keeps
+    finished parts. Per-tensor S3 is taken batch by batch.
 
     The model is left as it was. Raises UserError for a parameter that is not finite, no batch, a
     model that is quantised, an unknown scheme, an `out` that exists, and as the measures do.
@@ -94,8 +94,7 @@ def diagnose(
     settings = {
         "model": name or type(model).__name__, "about": about,
         "schemes": [str(s) for s in parsed], "scope": scope, "measure": measure, "layers": layers,
-        "gradients": gradients,
-        "target_db": target_db, "checksum": checksum(model, [first, *few]),
+        "gradients": gradients, "target_db": target_db, "checksum": checksum(model, [first, *few]),
     }  # fmt: skip
     parts, missing = Parts(out, settings), []
     chosen = _choose_scope(model, parsed[0], scope, missing)

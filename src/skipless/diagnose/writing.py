@@ -47,6 +47,8 @@ def tables(result: Diagnosis) -> dict[str, list[dict[str, Any]]]:
         "alternatives": result.alternatives,
         "depth": result.depth,
         "attention": [_flat(row, ("entropy_per_head",)) for row in result.attention],
+        "gradients": (result.gradients or {}).get("sites", []),
+        "weight_gradients": (result.gradients or {}).get("weights", []),
     }
 
 
