@@ -142,9 +142,11 @@ def test_f3_is_refused_where_eps_counts():
 
 
 def test_a_difference_above_the_limit_is_an_error(tiny, monkeypatch):
-    from skipless.surgery.slimming import folding
+    from skipless.surgery.slimming import patched_folding
 
     model = patch(tiny.build("llama"), "rezero")
-    monkeypatch.setattr(folding, "scale_output", lambda linear, gain: linear.weight.data.mul_(2))
+    monkeypatch.setattr(
+        patched_folding, "scale_output", lambda linear, gain: linear.weight.data.mul_(2)
+    )
     with pytest.raises(UserError, match="1e-05 is the limit"):
         fold(model, norm_gains=False)

@@ -20,38 +20,33 @@ taken from names.
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
 from skipless.log import console
-from skipless.model import IDENTITY, Connection, Transformer, is_absent
+from skipless.model import Transformer
 from skipless.quant import evaluation_mode, run_batch
-from skipless.sites import bias_of, first_tensor, weight_of
+from skipless.sites import first_tensor
+from skipless.surgery.checking import check_finite
 from skipless.surgery.dropping import revive
-from skipless.surgery.patching import CONSTANT_KINDS, patch, unpatch
-from skipless.surgery.records import connections
-from skipless.surgery.stacks import find_stacks
-from skipless.surgery.tracing import trace
+from skipless.surgery.slimming.own_folding import fold_own
+from skipless.surgery.slimming.patched_folding import fold_patched
+from skipless.surgery.slimming.scaling import Tally
 
-__all__ = ["Folded", "fold"]
+__all__ = ["LIMIT", "Folded", "difference", "fold", "sample_inputs"]
 
 LIMIT = 1e-5
 """Largest allowed difference of logits, as a share of the largest logit (section 7)."""
-Sublayer = Literal["attention", "mlp"]
 WORDS = {
     "F1": "gains", "F2": "gains by channel", "F3": "stream weights", "F4": "norm gains",
     "F6": "temperatures",
 }  # fmt: skip
 """What a tag of `Folded.folded` counts, for readers."""
-_TAGS = {"rezero": "F1", "layerscale": "F2", "interpolate": "F3", "fixed": "F3", "learned": "F3"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,259 +84,40 @@ def fold(
     batch to trace and compare with, token ids or keyword arguments; random ids by default, for
     models that take ids. `norm_gains=False` leaves the norms as they are. Sublayers that `prune`
     dropped stay away from our Transformer; a plain Hugging Face class must have them, so there
-    they come back with weights of 0. Raises UserError where
+    they come back with weights of 0. Raises UserError for weights that are not finite, and where
     the result would not be exact: a sublayer without a skip in a Hugging Face model, a stream
-    weight per channel, a branch that no linear layer ends, annealing half done, or a difference
-    of 1e-5 and more.
+    weight per channel, a branch that no linear layer ends, annealing half done, or a difference of
+    1e-5 and more.
     """
     wide = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not wide <= {torch.float32, torch.float64}:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in wide))
         raise UserError(f"the weights are {names}; fold in float32 (model.float()), cast later")
+    check_finite(model)
     batch = sample_inputs(model, inputs)
-    work = copy.deepcopy(model)
-    counts: Counter[str] = Counter()
-    kept: list[str] = []
+    work, tally = copy.deepcopy(model), Tally()
     zeroed = revive(work)
     with evaluation_mode(work):
         if isinstance(work, Transformer):
-            result = _fold_own(work, counts, kept, norm_gains)
+            result = fold_own(work, tally, norm_gains)
         else:
-            result = _fold_patched(work, batch, counts, kept, norm_gains)
+            result = fold_patched(work, batch, tally, norm_gains)
     result.train(model.training)
     distance = difference(model, result, batch)
-    found = Folded(model=result, difference=distance, folded=dict(counts), kept=tuple(kept),
-                   zeroed=zeroed)  # fmt: skip
+    found = Folded(
+        model=result, difference=distance, folded=dict(tally.counts), kept=tuple(tally.kept),
+        zeroed=zeroed,
+    )  # fmt: skip
     console.print(found.describe(), highlight=False, markup=False, soft_wrap=True)
     if not distance < LIMIT:
-        hint = "; try norm_gains=False" if counts["F4"] else ""
-        if counts["F3"]:
+        hint = "; try norm_gains=False" if tally.counts["F4"] else ""
+        if tally.counts["F3"]:
             hint += "; F3 changes what the norms' eps does where the stream is small"
         raise UserError(
             f"the folded model's logits differ by {distance:.2g} of the largest, and {LIMIT:g} "
             f"is the limit; nothing was changed{hint}"
         )
     return found
-
-
-def _weights(name: str, connection: Connection) -> tuple[float, Tensor]:
-    """a as a number and b as a float64 tensor [1] or [D] of y = a x + b f."""
-    config, gains = connection.config, connection.gains()
-    if config.kind not in CONSTANT_KINDS:
-        raise UserError(
-            f"{name} is {config.kind}: its weights depend on the token, and no weight can hold them"
-        )
-    if config.kind == "fixed" and config.c != 0:
-        raise UserError(f"{name} adds {config.c} times the embedding, which no weight can hold")
-    fixed = config.kind == "fixed"
-    a = gains.get("a", torch.tensor([config.a if fixed else float(config.kind != "none")]))
-    b = gains.get("b", torch.tensor([config.b if fixed else 1.0]))
-    if config.kind == "anneal" and 0 < float(a) < 1:
-        raise UserError(
-            f"{name} is half annealed (stream weight {float(a):.4g}); finish it with "
-            "set_training_progress(1.0) before folding"
-        )
-    if not bool((a == a[0]).all()):
-        raise UserError(
-            f"{name} weighs the stream per channel ({float(a.min()):.4g} to {float(a.max()):.4g}), "
-            "and only one number a sublayer can be divided out (F3)"
-        )
-    return float(a[0].double()), b.double()
-
-
-def _count(counts: Counter[str], connection: Connection) -> None:
-    tag = _TAGS.get(connection.config.kind)
-    if tag and not is_absent(connection.config):  # what was dropped had no gain to fold
-        counts[tag] += 1
-
-
-@torch.no_grad()
-def scale_output(linear: nn.Module, gain: Tensor) -> None:
-    """W <- W diag(gain) and the bias with it; transformers' Conv1D stores in x out."""
-    weight, bias = weight_of(linear), bias_of(linear)
-    gain = gain.to(weight.device)
-    shape = (-1, 1) if isinstance(linear, nn.Linear) else (1, -1)
-    weight.copy_(weight.double() * gain.view(shape))
-    if bias is not None:
-        bias.copy_(bias.double() * gain)
-
-
-@torch.no_grad()
-def fold_norm(norm: nn.Module, readers: list[nn.Module]) -> str:
-    """Move the gain (and bias) of `norm` into all its readers (F4); a reason when it cannot be."""
-    weight, bias = weight_of(norm), bias_of(norm)
-    if bias is not None and bool(bias.any()) and any(bias_of(r) is None for r in readers):
-        return "its bias has no bias to go to"
-    gain = weight.double()
-    for reader in readers:
-        matrix, own = weight_of(reader), bias_of(reader)
-        matrix = matrix if isinstance(reader, nn.Linear) else matrix.t()
-        if bias is not None and own is not None:
-            own.copy_(own.double() + matrix.double() @ bias.double())
-        matrix.copy_(matrix.double() * gain)
-    weight.fill_(1.0)
-    if bias is not None:
-        bias.zero_()
-    return ""
-
-
-def _fold_own(
-    model: Transformer, counts: Counter[str], kept: list[str], norm_gains: bool
-) -> Transformer:
-    """Our Transformer with plain connections, its stream carried as x / c (F3)."""
-    config, carried = model.config, 1.0
-    free: dict[Sublayer, list[int]] = {"attention": [], "mlp": []}
-    dropped: dict[Sublayer, list[int]] = {"attention": [], "mlp": []}
-    pre = config.norm_placement == "pre"
-    for index, block in enumerate(model.blocks):
-        attention, mlp = block.self_attn, block.mlp
-        places: tuple[tuple[Sublayer, nn.Linear | None, Connection | None], ...] = (
-            ("attention", attention and attention.o_proj, block.attention_connection),
-            ("mlp", mlp and mlp.down_proj, block.mlp_connection),
-        )
-        for sublayer, linear, connection in places:
-            if linear is None or connection is None:
-                dropped[sublayer].append(index)
-                continue
-            name = f"layers.{index}.{sublayer}_connection"
-            a, b = _weights(name, connection)
-            if a not in (0, 1) and not pre:
-                raise UserError(
-                    f"{name} weighs the stream by {a:.4g} without a norm in front of the next "
-                    "sublayer; F3 needs norm_placement 'pre'"
-                )
-            if a == 0:
-                free[sublayer].append(index)
-            carried = carried * a if a else 1.0
-            scale_output(linear, b / carried)
-            _count(counts, connection)
-    if norm_gains and pre:
-        _fold_own_norms(model, counts, kept)
-    temperature = _fold_temperature(model, counts)
-    return _rebuilt(model, _plain(config, free, dropped, temperature))
-
-
-def _fold_own_norms(model: Transformer, counts: Counter[str], kept: list[str]) -> None:
-    pairs: list[tuple[str, nn.Module, list[nn.Module]]] = []
-    for index, block in enumerate(model.blocks):
-        attention, norm = block.self_attn, block.input_layernorm
-        if attention is not None and norm is not None:
-            pairs.append((f"layers.{index}.input_layernorm", norm,
-                          [attention.q_proj, attention.k_proj, attention.v_proj]))  # fmt: skip
-        mlp, norm = block.mlp, block.post_attention_layernorm
-        if mlp is not None and norm is not None:
-            pairs.append((f"layers.{index}.post_attention_layernorm", norm,
-                          [m for m in (mlp.gate_proj, mlp.up_proj) if m is not None]))  # fmt: skip
-    if model.config.num_labels is not None:
-        kept.append("norm: its output is pooled before the head")
-    elif model.config.tie_word_embeddings:
-        kept.append("norm: the head is tied to the embedding")
-    else:
-        pairs.append(("norm", model.norm, [model.lm_head]))
-    for name, norm, readers in pairs:
-        reason = fold_norm(norm, readers)
-        if reason:
-            kept.append(f"{name}: {reason}")
-        else:
-            counts["F4"] += 1
-
-
-@torch.no_grad()
-def _fold_temperature(model: Transformer, counts: Counter[str]) -> TemperatureConfig:
-    """Temperatures into W_Q (F6); a length-scaled factor depends on the position and stays."""
-    for block in model.blocks:
-        attention = block.self_attn
-        if attention is None:
-            continue
-        temperature = attention.temperature
-        tau = temperature.tau
-        if tau is None:
-            tau = torch.tensor([temperature.start], dtype=torch.float64)
-        if temperature.tau is not None or temperature.start != 1:
-            counts["F6"] += 1
-            heads = tau.double().expand(attention.num_heads)
-            scale_output(attention.q_proj, heads.repeat_interleave(attention.head_dim))
-    return dataclasses.replace(model.config.temperature, kind="constant", beta=1.0)
-
-
-def _plain(
-    config: ModelConfig,
-    free: dict[Sublayer, list[int]],
-    dropped: dict[Sublayer, list[int]],
-    temperature: TemperatureConfig,
-) -> ModelConfig:
-    everywhere, none = ConnectionConfig(), ConnectionConfig(kind="none")
-    if sum(map(len, (*free.values(), *dropped.values()))) == 2 * config.num_hidden_layers:
-        everywhere = none
-    rules = tuple(
-        ConnectionOverride(connection=connection, layers=tuple(layers), sublayer=sublayer)
-        for connection, places in ((none, free), (IDENTITY, dropped))
-        for sublayer, layers in places.items()
-        if layers and connection != everywhere
-    )
-    return dataclasses.replace(
-        config, connection=everywhere, connection_overrides=rules, temperature=temperature
-    )
-
-
-def _rebuilt(model: Transformer, config: ModelConfig) -> Transformer:
-    weight = model.embed_tokens.weight
-    with torch.device("meta"):
-        plain = Transformer(config)
-    plain = plain.to_empty(device=weight.device).to(weight.dtype)
-    wanted = plain.state_dict().keys()
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k in wanted})
-    return plain
-
-
-def _fold_patched(
-    model: nn.Module, batch: Any, counts: Counter[str], kept: list[str], norm_gains: bool
-) -> nn.Module:
-    """A patched Hugging Face model without its patch, its stream carried as x / c (F3)."""
-    patched = connections(model)
-    if not patched:
-        raise UserError(
-            f"{type(model).__name__} is not patched, so there is no gain to fold; fold takes "
-            "patched Hugging Face models and our Transformer"
-        )
-    for stack in find_stacks(model):
-        for layer in stack.layers:
-            for join in layer.joins:
-                if layer.path(join) not in patched:
-                    patch(model, "residual", sites=join.sublayer, layers=layer.index,
-                          stacks=stack.name)  # fmt: skip
-    found = connections(model)
-    seen = trace(model, found, batch)
-    for stack in find_stacks(model):
-        carried = 1.0
-        for layer in stack.layers:
-            for join in layer.joins:
-                name = layer.path(join)
-                a, b = _weights(name, found[name])
-                if a == 0:
-                    raise UserError(
-                        f"{name} has no skip, which a plain {type(model).__name__} cannot express; "
-                        "only sublayers with a skip fold into it"
-                    )
-                if name not in seen.outputs:
-                    raise UserError(
-                        f"{name}: the branch is not the output of a linear layer that was reached "
-                        "(experts, a norm behind it, or another model part), so its gain cannot "
-                        "be folded"
-                    )
-                carried *= a
-                scale_output(seen.outputs[name], b / carried)
-                if join.owner:  # a norm follows the join, and takes the factor out
-                    carried = 1.0
-                _count(counts, found[name])
-    if norm_gains:
-        for name, norm, readers in seen.norms:
-            reason = "no linear layer reads it alone" if not readers else fold_norm(norm, readers)
-            if reason:
-                kept.append(f"{name}: {reason}")
-            else:
-                counts["F4"] += 1
-    return unpatch(model)
 
 
 def sample_inputs(model: nn.Module, given: Any) -> Any:
@@ -360,7 +136,10 @@ def sample_inputs(model: nn.Module, given: Any) -> Any:
 
 
 def difference(model: nn.Module, other: nn.Module, batch: Any) -> float:
-    """Largest difference of a logit as a share of the largest logit of `model`."""
+    """Largest difference of a logit as a share of the largest logit of `model`.
+
+    Raises UserError where `model` computes no finite logits to compare with.
+    """
     found = []
     for one in (model, other):
         with evaluation_mode(one):
@@ -370,4 +149,9 @@ def difference(model: nn.Module, other: nn.Module, batch: Any) -> float:
         if logits is None:
             raise UserError(f"{type(one).__name__} returns no tensor, so nothing can be compared")
         found.append(logits.double().cpu())
+    if not bool(found[0].isfinite().all()):
+        raise UserError(
+            f"the logits of {type(model).__name__} are not finite on the batch it is compared on, "
+            "though its weights are; pass other inputs, or load the model in float64"
+        )
     return float((found[0] - found[1]).abs().max() / found[0].abs().max().clamp(min=1e-300))
