@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.probes import gradient_norms, isometry_drift, isometry_error
+from skipless.probes import Probe, gradient_norms, isometry_drift, isometry_error
 
 
 class Block(nn.Module):
@@ -81,3 +81,14 @@ def test_small_half_precision_gradients_survive():
     layer.weight.grad = torch.full((4, 4), 1e-6)
     half = layer.half()
     assert gradient_norms(half)["weight"] == pytest.approx(4e-6, rel=0.05)
+
+
+def test_double_precision_gradients_are_taken_as_they_are():
+    model = nn.Linear(3, 2).double()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    with Probe(model, stats=["gradients"]) as probe:
+        model(x).square().sum().backward()
+    squares = sum(float(p.grad.square().sum()) for p in model.parameters())
+    assert sum(n**2 for n in gradient_norms(model).values()) == pytest.approx(squares, rel=1e-12)
+    norms = {row["site"]: row["gradient_norm"] for row in probe.table()}
+    assert norms[":input"] == pytest.approx(float(x.grad.norm()), rel=1e-12)

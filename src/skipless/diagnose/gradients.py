@@ -74,7 +74,7 @@ def gradient_rows(model: nn.Module, batch: Any, loss: Loss | None = None) -> dic
         for key, norm in norms.items() if (number := layer_of(key)) is not None
     ]  # fmt: skip
     return {
-        "loss": float(value), "of": words, "sites": sites, "weights": weights, "depth": depth,
+        "loss": value.item(), "of": words, "sites": sites, "weights": weights, "depth": depth,
         "ratios": _ratios(depth),
     }  # fmt: skip
 
@@ -130,8 +130,8 @@ def _check(value: Any) -> None:
             what = f"a tensor of shape {tuple(value.shape)}"
             what += "" if value.requires_grad else " that depends on no parameter"
         raise UserError(f"the loss is {what}; a scalar tensor with a gradient was expected")
-    if not math.isfinite(float(value)):
-        raise UserError(f"the loss is {float(value)}, so that its gradients say nothing")
+    if not math.isfinite(value.item()):
+        raise UserError(f"the loss is {value.item()}, so that its gradients say nothing")
 
 
 @contextmanager
@@ -249,7 +249,8 @@ def _weight(name: str, parameter: nn.Parameter) -> dict[str, Any]:
     assert gradient is not None, "the caller looked"
     gradient = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
     numbers = _numbers(batch_moments(gradient))
-    size = float(torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32))
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    size = float(torch.linalg.vector_norm(parameter.detach(), dtype=dtype))
     return {
         "site": name, "layer": layer_of(name), "shape": list(parameter.shape), **numbers,
         "weight_norm": size,

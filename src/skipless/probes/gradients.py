@@ -50,8 +50,9 @@ def _key(name: str, *, full: bool) -> str:
 
 
 def _square(gradient: Tensor) -> Tensor:
-    """Squared norm in float32, so that squares of small half-precision numbers survive."""
+    """Squared norm in float32 at least, so that squares of small half-precision numbers survive."""
     gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
-    return full(torch.linalg.vector_norm(gradient, dtype=torch.float32)).square()
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return full(torch.linalg.vector_norm(gradient, dtype=dtype)).square()

@@ -155,7 +155,8 @@ class Probe:
             total = self.gradients[site.name]
 
             def keep(gradient: Tensor) -> None:
-                total[0] += float(torch.linalg.vector_norm(gradient, dtype=torch.float32)) ** 2
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                total[0] += float(torch.linalg.vector_norm(gradient, dtype=dtype)) ** 2
                 total[1] += 1
 
             x.register_hook(keep)
