@@ -14,7 +14,7 @@ ORDER = [
     ("checks",),
     ("interpolation_config",),
     ("config",),
-    ("registry", "log"),
+    ("registry", "log", "sublayers"),
     ("locking",),
     ("rundir", "sites", "sharded", "outputs"),
     ("heads",),

@@ -27,6 +27,7 @@ from typing import Any, Protocol, TypeGuard
 from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice, suggestion
+from skipless.sublayers import sublayer_of
 
 __all__ = [
     "KINDS",
@@ -49,11 +50,6 @@ KINDS = (
 )  # fmt: skip
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
-_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-_MLP = re.compile(
-    r"mlp|ffn|feed_?forward|(^|\.)(fc|linear|lin)_?\d|intermediate|(^|\.)output(\.|$)|moe|experts",
-    re.IGNORECASE,
-)
 _ACTIVATION = re.compile(r"(gelu|relu6?|silu|swish|mish|elu|sigmoid|tanh|activation)$", re.I)
 
 
@@ -252,9 +248,8 @@ def _sublayers(block: nn.Module) -> list[str]:
 
 
 def _sublayer_of(name: str) -> str | None:
-    if _ATTENTION.search(name):
-        return "attention"
-    return "mlp" if _MLP.search(name) else None
+    found = sublayer_of(name)
+    return "attention" if found == "cross_attention" else found
 
 
 def _layer_of(name: str) -> int | None:

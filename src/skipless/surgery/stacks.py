@@ -7,7 +7,7 @@ cross-attention or the MLP. So a family needs no adapter of its own, and one tha
 way (parallel sublayers, no named stream) is refused rather than guessed.
 
 Shown by tests for FAMILIES; others work when their layers are written the same way. Nothing here
-imports transformers. Read by `patching.py`, `folding.py` and `pruning.py`.
+imports transformers. Read by everything that works on layers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any, TypeGuard
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.sublayers import SUBLAYERS, sublayer_of
 
 __all__ = ["FAMILIES", "SUBLAYERS", "Join", "Layer", "Stack", "find_stacks"]
 
-SUBLAYERS = ("attention", "cross_attention", "mlp")
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "mixtral", "gpt2", "bert", "vit",
     "clip", "whisper",
@@ -36,9 +36,6 @@ FAMILIES = (
 STREAM_NAMES = ("residual", "input_tensor")
 """What transformers calls the stream where it is added."""
 
-_CROSS = re.compile(r"cross|encoder_attn|enc_?dec", re.IGNORECASE)
-_ATTENTION = re.compile(r"attn|attention|temporal|mixer", re.IGNORECASE)
-_MLP = re.compile(r"mlp|ffn?(_|$)|feed_?forward|moe|experts|^fc_?\d|^linear_?\d|^output$", re.I)
 _IN_BETWEEN = re.compile(r"norm|(^|\.)ln(_|$)|dropout|drop_path|activation|(^|\.)act(_|$)", re.I)
 
 
@@ -131,7 +128,7 @@ def find_joins(layer: nn.Module) -> tuple[tuple[Join, ...], str]:
     for owner, inner in owners:
         for position, branch in enumerate(inner.found):
             where = owner or branch
-            sublayer = classify(where)
+            sublayer = sublayer_of(where)
             if sublayer is None or any(join.sublayer == sublayer for join in joins):
                 kind = type(layer).__name__
                 return (), f"{kind} joins {where or 'something'!r}, a sublayer of unknown role"
@@ -140,16 +137,6 @@ def find_joins(layer: nn.Module) -> tuple[tuple[Join, ...], str]:
     present = dict(layer.named_children())
     kept = (j for j in joins if j.owner or j.branch.split(".")[0] in present)
     return tuple(kept), "" if joins else f"{type(layer).__name__} adds no named stream"
-
-
-def classify(name: str) -> str | None:
-    """The sublayer that a module's name speaks of, or None."""
-    for sublayer, pattern in zip(SUBLAYERS, (None, _CROSS, _MLP), strict=True):
-        if pattern is not None and pattern.search(name):
-            if sublayer == "mlp" and _ATTENTION.search(name):
-                return "attention"
-            return sublayer
-    return "attention" if _ATTENTION.search(name) else None
 
 
 def original(cls: type) -> type:

@@ -25,7 +25,8 @@ from typing import Any
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.surgery.stacks import Stack, classify
+from skipless.sublayers import sublayer_of
+from skipless.surgery.stacks import Stack
 
 __all__ = ["is_causal"]
 
@@ -67,7 +68,7 @@ def _flags(layer: nn.Module) -> list[bool]:
     """What the layer's attention modules say of themselves, cross-attention left out."""
     found: list[Any] = [
         getattr(module, "is_causal", None) for name, module in layer.named_modules()
-        if classify(name) != "cross_attention"
+        if sublayer_of(name) != "cross_attention"
     ]  # fmt: skip
     return [flag for flag in found if isinstance(flag, bool)]
 
