@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
-from skipless.quant.engines import ENGINES, Prepared, Problem
+from skipless.quant.engines import ENGINES, KernelEngine, Prepared, Problem
 from skipless.quant.fake import Codes, quantizer, simulate
 from skipless.quant.hardware import fastest_kernel, pick
 from skipless.quant.scheme import Scheme
@@ -47,6 +47,22 @@ class _Integer:
     quantizer: ActivationQuantizer
     device: str
     plain_class: type
+    sharing: _Sharing
+    alone: bool = False
+    """Nobody else wanted the codes this layer made, so that they can stay inside one C++ call."""
+
+
+@dataclass
+class _Sharing:
+    """Whose codes were made last in this model, and whether another layer used them."""
+
+    maker: _Integer | None = None
+    used: bool = False
+
+    def made_by(self, maker: _Integer) -> None:
+        if self.maker is not None and not self.used:
+            self.maker.alone = True
+        self.maker, self.used = maker, False
 
 
 class _IntegerForward(nn.Module):
@@ -70,10 +86,12 @@ class _IntegerForward(nn.Module):
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
         with torch.no_grad():
-            codes, scale = site_codes(site, x)
             bias = bias_of(self)
             bias = None if bias is None else bias.detach().float()
-            out = ENGINES[own.engine].linear(own.prepared, codes, scale, bias)
+            out = _fused(own, x, bias) if own.alone else None
+            if out is None:
+                codes, scale = _shared_codes(own, x)
+                out = ENGINES[own.engine].linear(own.prepared, codes, scale, bias)
         return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
 
     def extra_repr(self) -> str:
@@ -113,6 +131,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
         )
     weights = {id(weight.parameter): weight for weight in record.weights}
     made: list[tuple[nn.Module, _Integer]] = []
+    sharing = _Sharing()
     for module, site in layers:
         weight = weights[id(module.weight)]
         if weight.parameter._version != weight.version:
@@ -120,7 +139,8 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
                 f"{weight.name} changed after quantize(), so its codes are not those of the "
                 "values in use; restore(model, discard_changes=True) and quantise it again"
             )
-        made.append((module, _prepare(module, weight.codes(), site, weight.scheme, engine)))
+        own = _prepare(module, weight.codes(), site, weight.scheme, engine, sharing)
+        made.append((module, own))
     for module, own in made:
         setattr(module, _STATE, own)
         module.__class__ = _integer_class(own.plain_class)
@@ -148,6 +168,32 @@ def integer_layers(model: nn.Module) -> dict[str, str]:
         for name, module in model.named_modules()
         if isinstance(module, _IntegerForward)
     }
+
+
+def _fused(own: _Integer, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The layer's output in one C++ call, or None where that does not apply."""
+    engine, site = ENGINES[own.engine], own.quantizer
+    given = not isinstance(site.clip, str)
+    if not isinstance(engine, KernelEngine) or x.dtype != torch.float32:
+        return None
+    if not (given or site.clip == "absmax") or site.state.remembered_scale(x, site.key) is not None:
+        return None
+    rows = x.detach().reshape(-1, x.shape[-1])
+    step = _given_step(rows, site.bits, site.clip) if given else -1.0
+    out, scale = engine.from_floats(own.prepared, rows, site.granularity == "token", step, bias)
+    if not given:
+        site.state.note_scale(site.site.name, scale)
+    return out
+
+
+def _shared_codes(own: _Integer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`site_codes`, noting whether layers that read the same tensor come after one another."""
+    site = own.quantizer
+    if (known := site.state.remembered_codes(x, site.key)) is not None:
+        own.sharing.used = True
+        return known
+    own.sharing.made_by(own)
+    return site_codes(site, x)
 
 
 def site_codes(site: ActivationQuantizer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,14 +256,22 @@ def _fused_codes(
     kernel = fastest_kernel()
     if kernel is None:
         return None
-    step = -1.0
-    if clip is not None:
-        step = float(quantizer(rows[:1], bits, True, clip, True)[0])
+    step = -1.0 if clip is None else _given_step(rows, bits, clip)
     return kernel.quantize(rows, bits, per_token, step)
 
 
+def _given_step(rows: Tensor, bits: int, clip: Any) -> float:
+    """The scale of a given range."""
+    return float(quantizer(rows[:1], bits, True, clip, True)[0])
+
+
 def _prepare(
-    module: nn.Module, weight: Codes, site: ActivationQuantizer, scheme: Scheme, engine: str | None
+    module: nn.Module,
+    weight: Codes,
+    site: ActivationQuantizer,
+    scheme: Scheme,
+    engine: str | None,
+    sharing: _Sharing,
 ) -> _Integer:
     codes, scale = weight
     out_features, in_features = codes.shape
@@ -232,7 +286,7 @@ def _prepare(
     scale = scale.float().reshape(-1).expand(out_features)
     return _Integer(
         engine=chosen.name, prepared=chosen.prepare(codes.to(torch.int16), scale, problem),
-        quantizer=site, device=problem.device, plain_class=type(module),
+        quantizer=site, device=problem.device, plain_class=type(module), sharing=sharing,
     )  # fmt: skip
 
 

@@ -26,6 +26,10 @@
 namespace skipless {
 namespace {
 
+// A single row waits for the weights to come from memory; processors alone do not ask early enough.
+// In bytes; of 512, 1024 and 2048 the last is fastest on Zen 5, by 15 % there and 30 % with AVX2.
+constexpr int64_t kAhead = 2048;
+
 struct Product {
   const void* x;  // codes, rows of `groups` whole groups
   const int8_t* w;
@@ -39,8 +43,9 @@ struct Product {
   int64_t* sums;              // or the bare sums
 };
 
+// Not inlined: a tile has many, and they are the lesser part of its time.
 template <typename Sum>
-inline void write(const Product& p, int64_t row, int64_t first, const Sum* sums) {
+__attribute__((noinline)) void write(const Product& p, int64_t row, int64_t first, const Sum* sums) {
   const int64_t valid = std::min<int64_t>(kColumns, p.columns - first);
   const int32_t offset = p.offsets ? p.offsets[row] : 0;
   Sum exact[kColumns];
@@ -97,7 +102,11 @@ void tile(const Product& p, int64_t row, int64_t panel) {
     each<R * P>([&](auto i) { sums[i] = Lanes::zero(); });
     for (int64_t k = begin; k < end; ++k) {
       typename Lanes::Weights codes[P];
-      each<P>([&](auto j) { codes[j] = Lanes::load(w + j * panel_bytes + k * Lanes::kBytes); });
+      each<P>([&](auto j) {
+        const int8_t* from = w + j * panel_bytes + k * Lanes::kBytes;
+        if constexpr (R == 1) __builtin_prefetch(from + kAhead);
+        codes[j] = Lanes::load(from);
+      });
       each<R>([&](auto r) {
         const auto spread = Lanes::spread(x + r * stride + k * Lanes::kGroup);
         each<P>([&](auto j) {
@@ -171,19 +180,23 @@ Value* scratch(int64_t count) {
 
 #if defined(SKIPLESS_QUADS)
 // Offset times the sum of each row's codes.
-void find_offsets(const int8_t* codes, int64_t rows, int64_t width, int32_t offset, int32_t* to) {
-  for (int64_t r = 0; r < rows; ++r) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < width; ++k) sum += codes[r * width + k];
-    to[r] = sum * offset;
-  }
+void find_offsets(const int8_t* codes, int64_t rows, int64_t width, int32_t offset, int32_t* to,
+                  int threads) {
+  const int64_t share = std::max<int64_t>(1, 65536 / width), pieces = (rows + share - 1) / share;
+  Pool::run(pieces, threads, [&](int64_t piece) {
+    for (int64_t r = piece * share; r < std::min(rows, (piece + 1) * share); ++r) {
+      int32_t sum = 0;
+      for (int64_t k = 0; k < width; ++k) sum += codes[r * width + k];
+      to[r] = sum * offset;
+    }
+  });
 }
 
 template <bool nibbles>
 void multiply_quads(Product p, const int8_t* codes, int threads) {
   using Lanes = Quads<nibbles>;
   int32_t* offsets = scratch<int32_t>(p.rows);
-  find_offsets(codes, p.rows, p.groups * Lanes::kGroup, Lanes::kOffset, offsets);
+  find_offsets(codes, p.rows, p.groups * Lanes::kGroup, Lanes::kOffset, offsets, threads);
   p.x = codes;
   p.offsets = offsets;
   multiply<Lanes>(p, threads);

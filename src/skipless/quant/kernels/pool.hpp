@@ -2,8 +2,11 @@
 //
 // Threads live as long as the process, since starting one costs as much as a small product. A
 // waiting thread spins for some microseconds (the next layer usually comes at once), then sleeps.
-// One job at a time: a second caller, from another Python thread, works alone meanwhile instead of
-// queueing. After fork() the child has no such threads; it notices and makes its own.
+// The caller waits for pieces, not for threads: on a busy machine one that has not woken yet is not
+// waited for. So that such a thread takes nothing of a later job, the number of the job stands in
+// one word with the number of the next piece. One job at a time: a second caller, from another
+// Python thread, works alone meanwhile instead of queueing. After fork() the child has no such
+// threads; it notices and makes its own.
 #pragma once
 
 #include <unistd.h>
@@ -46,11 +49,12 @@ class Pool {
   }
 
   void share(int64_t count, int threads, const std::function<void(int64_t)>& piece) {
+    uint64_t job;
     {
       std::lock_guard<std::mutex> guard(mutex_);
       piece_ = &piece;
       count_ = count;
-      next_.store(0);
+      done_.store(0);
       try {
         for (; size_ < threads - 1; ++size_) {
           std::thread(&Pool::wait_for_work, this, size_, job_.load()).detach();
@@ -58,18 +62,25 @@ class Pool {
       } catch (const std::system_error&) {  // no more threads to be had: fewer will do
       }
       helpers_ = std::min(threads - 1, size_);
-      busy_.store(helpers_);
-      job_.fetch_add(1);
+      job = (job_.load() + 1) & 0xffffffffu;
+      ticket_.store(job << 32);
+      job_.store(job);
     }
     wake_.notify_all();
-    take_pieces();
-    for (int spins = 0; busy_.load(std::memory_order_acquire) > 0; ++spins) {
+    take_pieces(job, count, piece);
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins) {
       if (spins > 1000) std::this_thread::yield();
     }
   }
 
-  void take_pieces() {
-    for (int64_t i; (i = next_.fetch_add(1)) < count_;) (*piece_)(i);
+  void take_pieces(uint64_t job, int64_t count, const std::function<void(int64_t)>& piece) {
+    uint64_t ticket = ticket_.load();
+    while (ticket >> 32 == job && static_cast<int64_t>(ticket & 0xffffffffu) < count) {
+      if (!ticket_.compare_exchange_weak(ticket, ticket + 1)) continue;
+      piece(static_cast<int64_t>(ticket & 0xffffffffu));
+      done_.fetch_add(1, std::memory_order_release);
+      ticket = ticket_.load();
+    }
   }
 
   void wait_for_work(int index, uint64_t seen) {
@@ -77,26 +88,25 @@ class Pool {
       for (int spins = 0; spins < 4000 && job_.load() == seen; ++spins) {
         if (spins % 64 == 63) std::this_thread::yield();
       }
-      bool mine;
+      const std::function<void(int64_t)>* piece;
+      int64_t count;
       {
         std::unique_lock<std::mutex> lock(mutex_);
         wake_.wait(lock, [&] { return job_.load() != seen; });
         seen = job_.load();
-        mine = index < helpers_;
+        if (index >= helpers_) continue;
+        piece = piece_;
+        count = count_;
       }
-      if (mine) {
-        take_pieces();
-        busy_.fetch_sub(1, std::memory_order_release);
-      }
+      take_pieces(seen, count, *piece);
     }
   }
 
   const pid_t owner_ = getpid();
   std::mutex turn_, mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> job_{0};
-  std::atomic<int64_t> next_{0};
-  std::atomic<int> busy_{0};
+  std::atomic<uint64_t> job_{0}, ticket_{0};
+  std::atomic<int64_t> done_{0};
   int size_ = 0, helpers_ = 0;
   int64_t count_ = 0;
   const std::function<void(int64_t)>* piece_ = nullptr;
