@@ -17,7 +17,6 @@ cache as well: `causality.py` says whether its stack is causal, `contexts.py` ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,12 +27,13 @@ from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
 from skipless.model.initializers import generator_for
 from skipless.sites import weight_of
-from skipless.surgery.checking import check_model, read_layers, read_sites, read_stacks
+from skipless.surgery.checking import check_model
+from skipless.surgery.choosing import Place, check_patchable, choose
 from skipless.surgery.dropping import drop_modules, refuse_absent
 from skipless.surgery.records import connections, refresh_record
 from skipless.surgery.rewriting import joining_class, joins_of
 from skipless.surgery.saving import is_pretrained, saving_class
-from skipless.surgery.stacks import SUBLAYERS, Join, Layer, Stack, find_stacks, original
+from skipless.surgery.stacks import SUBLAYERS, Join, Layer, find_stacks, original
 from skipless.surgery.universal.causality import is_causal
 from skipless.surgery.universal.contexts import PatchedUniversal, carries, carry, place, uncarry
 
@@ -63,10 +63,10 @@ def patch(
 ) -> nn.Module:
     """Replace skip connections in place; returns the model.
 
-    `connection` by name starts neutral: every kind but none and sphere then leaves all logits bit-equal. A
-    ConnectionConfig is taken literally (rezero then starts at 0). `sites`: attention,
+    `connection` by name starts neutral: every kind but none and sphere then leaves all logits
+    bit-equal. A ConnectionConfig is taken literally (rezero then starts at 0). `sites`: attention,
     cross_attention, mlp. `layers`: indices, negative ones from the end; None means all. `stacks`:
-    part of a dotted name ("encoder", "vision_model") or a pattern, for models with several.
+    part of a name ("encoder", "vision") or a pattern, for models with several.
     Gains have the dtype and device of their layer. Raises UserError, with the model as it was, for
     a site that is patched already, for anything that matches nothing, for an architecture whose
     skips cannot be found, and, with kind universal, where it is unknown whether tokens see later
@@ -74,7 +74,20 @@ def patch(
     """
     check_model(model)
     config = _settings(connection)
-    chosen = _choose(model, read_sites(sites), read_layers(layers), read_stacks(stacks))
+    if config.kind == "fixed" and (config.a, config.b, config.c) == (1, 1, 0):
+        raise UserError(
+            "a fixed connection with a=1, b=1, c=0 is the plain skip, so nothing would change; "
+            "set a or b in Python, as in patch(model, ConnectionConfig(kind='fixed', a=0.9)), or "
+            "take kind residual to mark the places"
+        )
+    _put(model, config, choose(model, sites, layers, stacks))
+    refresh_record(model)
+    return model
+
+
+def _put(model: nn.Module, config: ConnectionConfig, chosen: list[Place]) -> None:
+    """Make all connections first, so that a mistake leaves the model as it was; then put them in
+    and change the classes."""
     universal = config.kind == "universal"
     touched = {stack.name: stack for stack, _, _ in chosen} if universal else {}
     causal = {name: is_causal(model, stack) for name, stack in touched.items()}
@@ -90,8 +103,6 @@ def patch(
         carry(layer.module)
     for module in _savers(model):
         module.__class__ = saving_class(type(module))
-    refresh_record(model)
-    return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -134,21 +145,21 @@ def patch_as(model: nn.Module, rows: list[dict[str, Any]]) -> nn.Module:
     """Patch as `record` says, and take out what it calls dropped. Raises UserError for a place
     that the model does not have."""
     places = {
-        layer.path(join): (layer.index, join.sublayer, stack.name)
+        layer.path(join): (stack, layer, join)
         for stack in find_stacks(model)
         for layer in stack.layers
         for join in layer.joins
     }
     for row in rows:
-        config = ConnectionConfig.from_dict(row["connection"])
         for name in row["at"]:
             if name not in places:
                 raise UserError(
                     f"the record names the connection {name!r}, and {type(model).__name__} has no "
                     f"such place; {suggestion(name, places, noun='place')}"
                 )
-            index, site, stack = places[name]
-            patch(model, config, sites=site, layers=index, stacks=stack)
+        chosen = [places[name] for name in row["at"]]
+        check_patchable(chosen)
+        _put(model, _settings(ConnectionConfig.from_dict(row["connection"])), chosen)
     gone = [name for row in rows if row.get("dropped") for name in row["at"]]
     left = sorted(set(gone) - set(drop_modules(model, gone)))
     if left:
@@ -180,80 +191,6 @@ def _settings(connection: str | ConnectionConfig) -> ConnectionConfig:
             "patched model do not see; set c=0"
         )
     return connection
-
-
-def _choose(
-    model: nn.Module,
-    sites: tuple[str, ...],
-    wanted: list[int] | None,
-    stacks: tuple[str, ...] | None,
-) -> list[tuple[Stack, Layer, Join]]:
-    found = _stacks(model, stacks)
-    chosen, present = [], set()
-    for stack in found:
-        count = len(stack.layers)
-        for index in wanted or ():
-            if not -count <= index < count:
-                hint = "; choose one with stacks=" if len(found) > 1 else ""
-                raise UserError(
-                    f"layer {index} is out of range: {stack.name} has layers 0 to {count - 1}{hint}"
-                )
-        indices = range(count) if wanted is None else sorted({i % count for i in wanted})
-        for index in indices:
-            layer = stack.layers[index]
-            present |= {join.sublayer for join in layer.joins}
-            chosen += [(stack, layer, join) for join in layer.joins if join.sublayer in sites]
-    explicit = sites if sites != SUBLAYERS else ()
-    for site in explicit:
-        if site not in present:
-            raise UserError(
-                f"{', '.join(s.name for s in found)} of {type(model).__name__} has no {site}; "
-                f"it has {', '.join(sorted(present))}"
-            )
-    _refuse_unfit(chosen)
-    return chosen
-
-
-def _stacks(model: nn.Module, wanted: tuple[str, ...] | None) -> list[Stack]:
-    if any(isinstance(module, Connection) for module in model.modules()) and not connections(model):
-        raise UserError(
-            f"{type(model).__name__} is built of skipless connections already; set "
-            "ModelConfig.connection instead of patching"
-        )
-    found = find_stacks(model)
-    if wanted is None:
-        return found
-    kept = []
-    for entry in wanted:
-        part = [s for s in found if fnmatchcase(s.name, entry) or f".{entry}." in f".{s.name}."]
-        if not part:
-            names = ", ".join(stack.name for stack in found)
-            raise UserError(f"no stack of layers matches {entry!r}; the model has: {names}")
-        kept += [stack for stack in part if stack not in kept]
-    return kept
-
-
-def _refuse_unfit(chosen: list[tuple[Stack, Layer, Join]]) -> None:
-    owners: dict[int, str] = {}
-    for _, layer, join in chosen:
-        owner, path = layer.owner(join), layer.path(join)
-        if hasattr(owner, join.name):
-            raise UserError(f"{path} is patched already; unpatch(model) first")
-        if "forward" in vars(owner) or "forward" in vars(layer.module):
-            raise UserError(
-                f"the forward of {path.rpartition('.')[0]} was replaced on the object "
-                "(accelerate's offloading does that), so a patch would have no effect; patch first"
-            )
-        first = owners.setdefault(id(layer.module), layer.name)
-        if first != layer.name:
-            raise UserError(f"{first} and {layer.name} are one layer, so their skips are one too")
-        first = owners.setdefault(id(owner), layer.name)
-        if first != layer.name:
-            raise UserError(
-                f"{first} and {layer.name} share their {join.owner}, so their skips are one too"
-            )
-        if any(hasattr(p, "placements") for p in owner.parameters()):
-            raise UserError("the model is sharded; patch it before fully_shard")
 
 
 def _build(config: ConnectionConfig, layer: Layer, join: Join, causal: bool) -> Connection:
