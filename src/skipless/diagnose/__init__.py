@@ -1,6 +1,7 @@
 """Diagnose a model: which layer breaks when quantised, which channel, which token, what would help.
 
     skipless.diagnose(model, batches, ["W8A8"]) -> Diagnosis      any nn.Module
+    skipless.diagnose.compare(a, b, batches) -> Difference        two of them
 
 site_rows.py    the table of sites, by one pass over the data
 collect.py      one pass: S1-S3 of every site, extreme and sampled tokens
@@ -16,6 +17,7 @@ parts.py        finished parts on disk
 running.py      the order of all that: start here
 result.py       Diagnosis: tables, ten lines
 plots.py, page.py, writing.py    figures, one HTML page, all files
+comparison/     two models, site by site
 loading.py      a run directory, a folder, a name: model and batches for the command line
 """
 
@@ -23,10 +25,18 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from skipless.diagnose.comparison import Difference, compare, compare_diagnoses, read_diagnosis
 from skipless.diagnose.result import Diagnosis
 from skipless.diagnose.running import diagnose
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = [
+    "Diagnosis",
+    "Difference",
+    "compare",
+    "compare_diagnoses",
+    "diagnose",
+    "read_diagnosis",
+]
 
 
 class _Room(ModuleType):

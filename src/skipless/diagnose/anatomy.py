@@ -33,7 +33,8 @@ NUM_BINS = 64
 
 
 def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
-    """The numbers of one tensor; lists are the strongest first, at most MAX_NAMED.
+    """The numbers of one tensor; lists are the strongest first, at most MAX_NAMED of them, all by
+    number alone in all_channels and all_tokens.
 
     channels [{channel, level, share}], num_channels; tokens [{number, value, channel, times}],
     num_tokens (`all_extreme`: every kept extreme token is one, so that there may be more);
@@ -68,6 +69,8 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
     by_channel, ordinary = weights @ energy, weights[~giant] @ energy[~giant]
     return {
         "num_channels": len(channels),
+        "all_channels": sorted(channels),
+        "all_tokens": sorted(int(numbers[i]) for i in named),
         "channels": [
             {"channel": j, "level": float(level[j]), "times": float(level[j]) / usual,
              "share": float(by_channel[j]) / total}

@@ -78,6 +78,9 @@ def _numbers(
     for token in found.get("tokens", []):
         place = collector.locate(record, token.pop("number"))
         token |= place | {"text": _text(tokenizer, place["id"])}
+    if found:
+        places = [collector.locate(record, number) for number in found["all_tokens"]]
+        found["all_tokens"] = [[place["sequence"], place["position"]] for place in places]
     numbers["anatomy"] = found
     modules = dict(collector.model.named_modules())
     readers = [modules[p.site.module] for p in record.places if p.kind == "linear_input"]

@@ -122,11 +122,12 @@ def paint(
     unit: str,
     *,
     centred: bool = False,
+    low_is_red: bool = False,
 ) -> None:
     """Values [down][across] as coloured cells with a bar; NaN stays empty.
 
     A wide range is coloured by a signed logarithm, which the bar says. `centred` gives differences
-    two colours that meet at 0.
+    two colours that meet at 0: red above, or below if `low_is_red`.
     """
     import numpy as np
     from matplotlib.colors import Normalize, SymLogNorm
@@ -143,7 +144,7 @@ def paint(
     norm = SymLogNorm(typical, vmin=low, vmax=high) if wide else Normalize(low, high)
     image = axes.imshow(
         table, aspect="auto", interpolation="nearest", norm=norm,
-        cmap="RdBu_r" if centred else "viridis",
+        cmap="viridis" if not centred else "RdBu" if low_is_red else "RdBu_r",
     )  # fmt: skip
     _ticks(axes.set_yticks, down, MAX_LABELS)
     _ticks(axes.set_xticks, across, 12)

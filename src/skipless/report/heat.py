@@ -25,11 +25,12 @@ def heat_figure(
     unit: str,
     labels: tuple[str, str],
     centred: bool = False,
+    low_is_red: bool = False,
 ) -> Figure | None:
     """Values [down][across] as a figure; None where none is finite.
 
     `labels` are those of the axes (across, down), `unit` that of the bar. `centred`: differences,
-    in two colours that meet at 0. Cells without a number stay empty.
+    in two colours that meet at 0 (`paint`). Cells without a number stay empty.
     """
     from skipless.probes.heatmap import height_of, paint
 
@@ -40,7 +41,7 @@ def heat_figure(
         (panel,) = axes
         pen.panels.add(panel)
         panel.grid(False)
-        paint(panel, values, down, across, unit, centred=centred)
+        paint(panel, values, down, across, unit, centred=centred, low_is_red=low_is_red)
         panel.set(xlabel=labels[0], ylabel=labels[1])
 
     rows = Comparison(rows=(), pairs=(), caveats=())
