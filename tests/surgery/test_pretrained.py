@@ -121,7 +121,7 @@ def test_smollm2_with_universal_interpolation(tmp_path):
         assert len(connections(model)) == 60 and torch.equal(run(model), before)
         for use_cache in (True, False):
             assert torch.equal(generate(model, use_cache=use_cache), words)
-    # at 3e-3 the gradient norm passes 1e8 at the second step and overflows float32 at the fifth
+    # at 3e-3 the gradient overflowed float32 at the fifth step on another text
     losses = train(model, lambda: model(**batch, labels=batch["input_ids"]).loss, lr=3e-4)
     assert losses[-1] < losses[0] - 0.3, losses
     with torch.no_grad():

@@ -49,8 +49,11 @@ GLOSSARY = {
     "Loss by layer": "The increase of the loss, or the relative distance of the outputs where a "
     "model has no loss without labels, when one layer alone is quantised.",
     "R": "Distance of the quantised stream from the exact one over the exact one's length.",
-    "Rank correlation": "Spearman's: 1 when the sites order the layers as the measured damage "
-    "does, 0 when they say nothing.",
+    "Rank correlation": "Spearman's: 1 when the prediction orders the layers as the measured "
+    "damage does, 0 when it says nothing.",
+    "Predicted": "Noise over energy of the output of the layer's block, every token alike, the "
+    "block alone quantised and given its exact inputs; of a model without blocks the sum of noise "
+    "over energy of what is rounded.",
     "Gradient first / last": "Norm at the first layer over that at the last: 1 is even, far above "
     "or below 1 says that layers learn at very different speeds.",
     "First token, saturated": "Share of attention on the first token, a parking place called a "

@@ -191,7 +191,7 @@ def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) 
         )  # fmt: skip
     correlation = (result.damage or {}).get("correlation", {}).get(scheme)
     title = "" if correlation is None else f"rank correlation {correlation:.2f}"
-    panel.set(title=title, xlabel="predicted (noise over energy, summed)", ylabel=_axis(unit))
+    panel.set(title=title, xlabel="predicted (noise over energy)", ylabel=_axis(unit))
     if min(xs) > 0 and max(xs) > 20 * min(xs):
         panel.set_xscale("log")
     if min(ys) > 0 and max(ys) > 20 * min(ys):

@@ -55,7 +55,8 @@ class Diagnosis:
     """R_l at the first scheme (S9): site, layer, sublayer, r."""
     alternatives: list[dict[str, Any]]
     damage: dict[str, Any] | None
-    """kind, unit, baseline of the layers' increases; Spearman's correlation by scheme."""
+    """kind, unit, baseline of the layers' increases; Spearman's correlation by scheme; predicted:
+    what the layers' predictions are, "block" (block_noise.py) or "sites" (sensitivity.predict)."""
     missing: list[str]
     gradients: dict[str, Any] | None = None
     """On request (gradients.py): loss, of, sites, weights, depth, ratios."""

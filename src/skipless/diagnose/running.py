@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from skipless.diagnose.block_noise import block_noise
 from skipless.diagnose.damage import Damage
 from skipless.diagnose.gradients import Loss, gradient_rows
 from skipless.diagnose.parts import Parts, checksum
@@ -224,7 +225,14 @@ def _by_layer(
         except UserError as error:
             found["missing"].append(f"loss by layer at {scheme}: {error}")
             continue
-        predicted = predict(model, scheme, scope, sites, weights)
+        say(f"noise of every block at {scheme}")
+        try:
+            predicted = block_noise(model, scheme, batches, scope, options)
+        except UserError as error:
+            predicted = {}
+            found["missing"].append(f"noise of blocks at {scheme}: {error}")
+        found["damage"]["predicted"] = "block" if predicted else "sites"
+        predicted = predicted or predict(model, scheme, scope, sites, weights)
         rows = [r | {"scheme": str(scheme), "predicted": predicted.get(r["layer"])} for r in rows]
         pairs = [r for r in rows if r["predicted"] is not None]
         found["damage"]["correlation"][str(scheme)] = rank_correlation(

@@ -1,9 +1,10 @@
-"""Which layer breaks the model: measured one layer at a time, and as the sites predict it (S3, S9).
+"""Which layer breaks the model: measured one layer at a time, and as noise predicts it (S3, S9).
 
-The prediction for a layer is the sum, over the tensors and weights that the scheme rounds there, of
-noise over energy, every token (of a weight every output channel) counting alike. It knows nothing
-of what the rest of the model does with the noise, so the two are compared by Spearman's rank
-correlation. Layers of the same number in several stacks (encoder and decoder) are taken together.
+The prediction for a layer is the noise of its block's output (block_noise.py); for a model without
+blocks the sum, over the tensors and weights that the scheme rounds there, of noise over energy,
+every token (of a weight every output channel) counting alike. Neither knows what the rest of the
+model does with the noise, so prediction and damage are compared by Spearman's rank correlation.
+Layers of the same number in several stacks (encoder and decoder) are taken together.
 Read by `skipless.diagnose.running`.
 """
 
