@@ -6,6 +6,7 @@
     avx2     C++, vpmaddwd                                    W <= 8, A <= 16; such a CPU
     plain    C++ without intrinsics                           W <= 8, A <= 16; any CPU
     int_mm   torch._int_mm, int8 x int8                       W <= 8, A <= 15; CPU, CUDA
+    onnxruntime  its MatMulInteger, where installed           W <= 8, A <= 8; CPU
 
 `float` is the evaluation-mode simulation of Q4, and what the others are compared with. It picks
 the cheapest product that is exact:
@@ -28,6 +29,7 @@ from torch.nn import functional as F
 
 from skipless.quant import building
 from skipless.quant.native import KernelEngine
+from skipless.quant.onnx_engine import OnnxRuntimeEngine
 from skipless.quant.products import (
     FLOAT32_EXACT,
     FLOAT64_EXACT,
@@ -191,5 +193,10 @@ def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
 
 ENGINES: dict[str, Engine] = {
     engine.name: engine
-    for engine in (*map(KernelEngine, building.LEVELS), IntMmEngine(), FloatEngine())
+    for engine in (
+        *map(KernelEngine, building.LEVELS),
+        IntMmEngine(),
+        OnnxRuntimeEngine(),
+        FloatEngine(),
+    )  # fmt: skip
 }

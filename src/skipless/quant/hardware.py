@@ -48,7 +48,7 @@ class EngineReport:
     speed: tuple[float, ...] = ()
     """Time of float32 over the engine's, at `TOKENS` tokens: 2.0 is twice as fast (W8A8)."""
     wide_speed: tuple[float, ...] = ()
-    """The same at W8A12."""
+    """The same at W8A12; empty where that is refused."""
 
     @property
     def usable(self) -> bool:
@@ -105,7 +105,7 @@ def examine(engine: Engine, device: str = "cpu") -> EngineReport:
     if not tried:
         return EngineReport(engine=engine.name, state="unavailable", detail="refuses every width")
     speed, wide = (_speed(engine, device, bits) for bits in ACTIVATION_WIDTHS)
-    state = "slow" if max(speed) < 1 else "exact"
+    state = "slow" if speed and max(speed) < 1 else "exact"
     return EngineReport(
         engine=engine.name, state=state, speed=speed, wide_speed=wide,
         detail="exact for " + ", ".join(tried),
@@ -160,6 +160,8 @@ def _speed(engine: Engine, device: str, activation_bits: int) -> tuple[float, ..
         weight_bits=8, activation_bits=activation_bits, in_features=width, out_features=out,
         device=device,
     )  # fmt: skip
+    if engine.refuses(problem):
+        return ()
     scale = torch.ones(out, device=device)
     weight = torch.randint(-127, 128, (out, width), dtype=torch.int16, device=device)
     # Visited in turn, as in a network: a single one would stay in a cache that no model fits in.

@@ -54,6 +54,8 @@ class Prepared:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weight codes in this form."""
+        if not isinstance(self.data, (tuple, Tensor)):
+            return self.data.num_bytes
         tensors = self.data if isinstance(self.data, tuple) else (self.data,)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
