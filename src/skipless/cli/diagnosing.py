@@ -1,21 +1,42 @@
-"""The subcommand that diagnoses any model: `diagnose`."""
+"""The subcommand that diagnoses any model, two, or a training: `diagnose`."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from skipless.cli.arguments import AsJson, Positional, Switch, option, whole_number
 from skipless.cli.terminal import print_json
 
 Subject = Annotated[
     Positional[str],
-    option("MODEL", help="a run directory, a Hugging Face folder or hub name, or a name of "
-           "`models list`"),
+    option("MODEL", help="a run directory or RUN/checkpoint/step-N, a Hugging Face folder or hub "
+           "name, a name of `models list`, or the folder of a finished diagnosis"),
 ]  # fmt: skip
 Out = Annotated[
     str | None, option("DIR", default="", help="folder to write the report to (required)")
 ]
+
+Gradients = Annotated[
+    bool,
+    option(default="", help="also the gradients at every site and of every parameter, from one "
+           "backward pass on a few sequences."),
+]  # fmt: skip
+Against = Annotated[
+    str | None,
+    option("OTHER", default="", help="another model: every site of both on the same tokens, OTHER "
+           "minus MODEL; or, with MODEL a finished diagnosis, another one."),
+]  # fmt: skip
+Checkpoints = Annotated[
+    tuple[str, ...],
+    option("all|STEP [STEP ...]", default="", help="measure these steps of the training in MODEL: "
+           "a run directory, or a folder with a Trainer's checkpoint-N."),
+]  # fmt: skip
+OverTime = Annotated[
+    bool,
+    option(default="", help="draw what probes.jsonl in MODEL, a run directory or a log of a "
+           "ProbeLog, says of every site over training; runs no model."),
+]  # fmt: skip
 
 
 def diagnose(
@@ -37,12 +58,19 @@ def diagnose(
         Literal["auto", "loss", "distance"], option("{auto,loss,distance}")
     ] = "auto",
     no_layers: Switch = False,
+    gradients: Gradients = False,
+    against: Against = None,
+    checkpoints: Checkpoints = (),
+    over_time: OverTime = False,
     json: AsJson = False,
 ) -> None:
     """Find the layer, channel and token where quantising breaks a model, and why.
 
-    Writes DIR/index.html, its numbers (diagnosis.json, *.csv) and figures (*.png), and prints ten
-    lines, worst first. Interrupted, the same command goes on where it was (docs/diagnose.md).
+    Writes DIR/index.html, its numbers (*.json, *.csv) and figures (*.png), and prints ten lines,
+    worst first. Interrupted, the same command goes on where it was (docs/diagnose.md).
+
+    One model, two (--against), several checkpoints of one training (--checkpoints), or the log of
+    a training (--over-time).
 
     For example: skipless diagnose smollm2-135m --data sotu --schemes W8A8 --out runs/diagnosis
 
@@ -58,6 +86,16 @@ def diagnose(
     from skipless.errors import UserError
     from skipless.scheme import Scheme
 
+    chosen = [flag for flag, given in (("--against", against), ("--checkpoints", checkpoints),
+                                       ("--over-time", over_time)) if given]  # fmt: skip
+    if len(chosen) > 1:
+        raise UserError(f"{chosen[0]} and {chosen[1]} are both given; keep one of them")
+    for flag, given in (("--scope", scope), ("--measure", measure != "auto"),
+                        ("--no-layers", no_layers)):  # fmt: skip
+        if chosen and given:
+            raise UserError(f"{flag} belongs to one model alone; leave it out of {chosen[0]}")
+    if gradients and chosen not in ([], ["--checkpoints"]):
+        raise UserError(f"--gradients measures models by themselves; leave it out of {chosen[0]}")
     names = [name for text_ in schemes for name in text_.split(",") if name]
     if not names:
         raise UserError("--schemes is empty; name one such as W8A8")
@@ -71,6 +109,17 @@ def diagnose(
     if text is not None and not Path(text).exists():
         raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
     assert tokens is not None and few is not None, "they have defaults"
+    where = Text(text=text, data=data, num_tokens=tokens, length=length)
+    if over_time:
+        _over_time(model, where, out, json)
+        return
+    if checkpoints:
+        _checkpoints(model, checkpoints, where, names, gradients, out, json)
+        return
+    if against is not None:
+        _against(model, against, where, names, out, json)
+        return
+    from skipless.diagnose.comparison.comparing import is_diagnosis
     from skipless.diagnose.loading import load_subject, read_batches
     from skipless.diagnose.parts import check_free
     from skipless.diagnose.running import diagnose as run
@@ -78,21 +127,123 @@ def diagnose(
     from skipless.log import say
 
     check_free(Path(out))
+    if is_diagnosis(model):
+        raise UserError(
+            f"{model} is a finished diagnosis; open {Path(model) / PAGE}, or name another one with "
+            "--against"
+        )
     subject = load_subject(model)
     read = read_batches(subject, text, data, tokens, length)
     result = run(
         subject.model, read.batches, names,
         scope=scope, measure=measure, tokenizer=subject.tokenizer,
-        layer_batches=cut_batches(read.batches, few), layers=not no_layers, name=subject.name,
-        about=read.about, out=out, say=lambda line: None if json else say(line),
+        layer_batches=cut_batches(read.batches, few), layers=not no_layers,
+        gradients=gradients, name=subject.name, about=read.about, out=out,
+        say=lambda line: None if json else say(line),
     )  # fmt: skip
+    _show(result, Path(out) / PAGE, json)
+
+
+class Text(NamedTuple):
+    """What to read, as the arguments say it."""
+
+    text: str | None
+    data: str | None
+    num_tokens: int
+    length: int | None
+
+    @property
+    def named(self) -> bool:
+        """Whether a text was named."""
+        return self.text is not None or self.data is not None
+
+
+def _show(result: Any, page: Path, json: bool) -> None:
+    """The ten lines of any of the results, what is missing, and where the page is."""
     if json:
         print_json(result.to_dict())
         return
     print(*(f"{place:2d}. {line}" for place, line in enumerate(result.lines(), 1)), sep="\n")
     for line in result.missing:
         print(f"not measured: {line}")
-    print(f"{Path(out) / PAGE}  (beside it diagnosis.json, *.csv and *.png)")
+    print(f"{page}  (beside it every number as JSON and CSV, and figures as PNG)")
+
+
+def _over_time(path: str, where: Text, out: str, json: bool) -> None:
+    from skipless.diagnose.parts import check_free
+    from skipless.errors import UserError
+    from skipless.report.timeline import read_timeline
+    from skipless.report.timeline_page import write_timeline
+
+    if where.named:
+        raise UserError("--over-time reads a log and no text; leave out --text and --data")
+    check_free(Path(out))
+    timeline = read_timeline(path)
+    _show(timeline, write_timeline(timeline, Path(out) / "index.html"), json)
+
+
+def _checkpoints(
+    path: str,
+    steps: tuple[str, ...],
+    where: Text,
+    schemes: list[str],
+    gradients: bool,
+    out: str,
+    json: bool,
+) -> None:
+    from skipless.diagnose.checkpoints import find_checkpoints, measure_checkpoints
+    from skipless.diagnose.loading import read_batches
+    from skipless.diagnose.parts import check_free
+    from skipless.log import say
+
+    check_free(Path(out))
+    wanted = [word for text in steps for word in text.split(",") if word]
+    found = find_checkpoints(path, wanted)
+    read = read_batches(found[-1].load(), *where)
+    timeline = measure_checkpoints(
+        [(saved.step, lambda saved=saved: saved.load().model) for saved in found],
+        read.batches, schemes, gradients=gradients, name=path, about=read.about,
+        stamps={saved.step: saved.stamp for saved in found}, out=out,
+        say=lambda line: None if json else say(line),
+    )  # fmt: skip
+    _show(timeline, Path(out) / "index.html", json)
+
+
+def _against(
+    model: str, other: str, where: Text, schemes: list[str], out: str, json: bool
+) -> None:  # fmt: skip
+    from skipless.diagnose.comparison import compare, compare_diagnoses, read_diagnosis
+    from skipless.diagnose.comparison.comparing import is_diagnosis
+    from skipless.diagnose.comparison.pairs import read_same
+    from skipless.diagnose.loading import load_subject
+    from skipless.diagnose.parts import check_free
+    from skipless.errors import UserError
+    from skipless.log import say
+
+    check_free(Path(out))
+    finished = [is_diagnosis(path) for path in (model, other)]
+    if any(finished):
+        if not all(finished):
+            folder, rest = (model, other) if finished[0] else (other, model)
+            raise UserError(
+                f"{folder} is a finished diagnosis and {rest} is none; give two models, or "
+                "diagnose that one too"
+            )
+        if where.named:
+            raise UserError(
+                f"{model} and {other} are finished diagnoses, which run no text; leave out --text "
+                "and --data"
+            )
+        pair = read_diagnosis(model), read_diagnosis(other)
+        result = compare_diagnoses(*pair, names=(model, other), out=out)
+    else:
+        subjects = [load_subject(model), load_subject(other)]
+        read = read_same(subjects, *where)
+        result = compare(
+            subjects[0].model, subjects[1].model, read.batches, schemes, names=(model, other),
+            about=read.about, out=out, say=lambda line: None if json else say(line),
+        )  # fmt: skip
+    _show(result, Path(out) / "index.html", json)
 
 
 def cut_batches(batches: list, num_tokens: int) -> list:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError, suggestion
-from skipless.rundir import CONFIG
+from skipless.rundir import CHECKPOINTS, CONFIG
 
 BATCH_SIZE = 4
 LEAST_TOKENS = 16
@@ -39,16 +39,18 @@ class Subject:
 
 
 def load_subject(name: str) -> Subject:
-    """The model that `name` names: a run directory, a folder or hub name of Hugging Face's, a
-    folder that `skipless patch` wrote, or a model of `skipless models list`.
+    """The model that `name` names: a run directory, one of its checkpoints
+    (RUN/checkpoint/step-N), a folder or hub name of Hugging Face's, a folder that `skipless patch`
+    wrote, or a model of `skipless models list`.
 
     Raises UserError for anything else.
     """
     path = Path(name)
-    if path.is_dir() and (path / CONFIG).exists() and _is_run(path):
-        from skipless.train import load_run
+    step = _checkpoint_step(path)
+    if step is not None or path.is_dir() and (path / CONFIG).exists() and _is_run(path):
+        from skipless.train import load_run, load_step
 
-        run = load_run(path)
+        run = load_run(path) if step is None else load_step(path.parent.parent, step)
         return Subject(
             name=name, model=run.model, tokenizer=_Decoder(run.tokenizer), run=run,
             limit=run.config.model.max_position_embeddings,
@@ -74,6 +76,13 @@ def _is_run(path: Path) -> bool:
         return "train" in json.loads((path / CONFIG).read_text())
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _checkpoint_step(path: Path) -> int | None:
+    """The step of RUN/checkpoint/step-N, leading zeros or not; None for any other path."""
+    digits = path.name.removeprefix("step-")
+    inside = path.parent.name == CHECKPOINTS and path.name.startswith("step-")
+    return int(digits) if inside and digits.isdigit() and _is_run(path.parent.parent) else None
 
 
 def _find(name: str) -> str:

@@ -14,9 +14,18 @@ result.py       how a run ended, and whether its weights are whole
 load.py         a finished (or unfinished) run as a model
 """
 
-from skipless.train.load import LoadedRun, load_run
+from skipless.train.load import LoadedRun, checkpoint_steps, load_run, load_step
 from skipless.train.loop import Loop, train
 from skipless.train.measure import measure_sites
 from skipless.train.result import TrainResult
 
-__all__ = ["LoadedRun", "Loop", "TrainResult", "load_run", "measure_sites", "train"]
+__all__ = [
+    "LoadedRun",
+    "Loop",
+    "TrainResult",
+    "checkpoint_steps",
+    "load_run",
+    "load_step",
+    "measure_sites",
+    "train",
+]

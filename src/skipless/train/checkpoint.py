@@ -142,6 +142,19 @@ def restore(
     return None
 
 
+def read_model(folder: str | Path, model: nn.Module) -> Position:
+    """Load the weights of this one checkpoint into `model`. Raises UserError if it is damaged."""
+    folder = Path(folder)
+    try:
+        _verify(folder)
+        state = _json(folder / STATE)
+        position = _position(state)
+        _read(folder, state, model, None, World())
+    except UNUSABLE as error:
+        raise UserError(f"checkpoint {folder} cannot be used ({error}); take another") from None
+    return position
+
+
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (a tied one once) and persistent buffers by name, as the live tensors."""
     own = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}

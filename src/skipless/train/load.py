@@ -84,6 +84,45 @@ def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedR
     )  # fmt: skip
 
 
+def checkpoint_steps(path: str | Path) -> dict[int, Path]:
+    """{step: where its weights are} of everything a run keeps, in order: its checkpoints, and the
+    weights of the last step once it is finished. Raises UserError if there is no run."""
+    run = RunDir.open(path)
+    found = {
+        int(digits): folder for folder in checkpoint.found(run / CHECKPOINTS)
+        if (digits := folder.name.removeprefix("step-")).isdigit()
+    }  # fmt: skip
+    finished = read_result(run, run.config())
+    if finished:
+        found[finished.step] = run / WEIGHTS
+    return dict(sorted(found.items()))
+
+
+def load_step(path: str | Path, step: int, *, device: str | torch.device = "cpu") -> LoadedRun:
+    """Read the model that a run had at `step`.
+
+    Raises UserError if there is no run, it keeps no such step, or that checkpoint is damaged.
+    """
+    run, known = RunDir.open(path), checkpoint_steps(path)
+    config = run.config()
+    if step not in known:
+        listed = ", ".join(map(str, known)) or "none"
+        raise UserError(
+            f"{run.path} keeps no checkpoint of step {step}; it keeps steps {listed} "
+            "(train.keep_checkpoints says how many are kept)"
+        )
+    model = Transformer(config.model, seed=config.train.seed)
+    if known[step].name == WEIGHTS:
+        load_weights(known[step], model)
+    else:
+        checkpoint.read_model(known[step], model)
+    model.set_training_progress(step / config.train.num_steps)
+    return LoadedRun(
+        path=run.path, config=config, model=model.to(device).eval(), step=step,
+        is_finished=known[step].name == WEIGHTS,
+    )  # fmt: skip
+
+
 def open_text(run: RunDir, config: RunConfig) -> PreparedData:
     """The text a run was trained on: the folder it noted, or the same prepared again.
 

@@ -3,6 +3,7 @@
     skipless.diagnose.compare(a, b, batches, ["W8A8"]) -> Difference
     skipless.diagnose.compare_diagnoses(a, b)          of two finished ones
 
+pairs.py        one text for two tokenizers
 comparing.py    both models on the same batches: start here
 outputs.py      distance of outputs, loss, KL divergence, distance of the stream and of parameters
 difference.py   Difference: sites aligned by name, B minus A; ten lines
