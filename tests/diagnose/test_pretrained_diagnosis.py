@@ -28,7 +28,9 @@ def test_the_giant_of_smollm2_is_found(tmp_path):
         giant = found["tokens"][0]
         assert (giant["channel"], giant["position"]) == (507, 0), layer
         assert 20_000 < abs(giant["value"]) < 27_000
-        assert 507 not in [c["channel"] for c in found["channels"]]
+        levels = {c["channel"]: c["level"] for c in found["channels"]}
+        # heavy on every token too, and told apart: what it usually is has nothing of the giant
+        assert levels.get(507, 0.0) < abs(giant["value"]) / 20
         assert streams[layer]["token_sqnr"]["W8A8"] < 3 < streams[layer]["sqnr"]["W8A8"]
         assert streams[layer]["remedy"]["W8A8"]["remedy"] == "token"
     assert streams[0]["max_abs"] < 1000

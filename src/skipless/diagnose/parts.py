@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.diagnose.streaming import loaded_parameters
 from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
 from skipless.rundir import to_strict_json, write_atomic
@@ -89,7 +90,7 @@ def checksum(model: nn.Module, batches: Iterable[Any]) -> str:
     Read and not summed, so that the number of threads does not matter.
     """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
+    for name, parameter in loaded_parameters(model):
         flat = parameter.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // 1000)].cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())

@@ -32,6 +32,7 @@ from skipless.diagnose.sensitivity import (
     rank_correlation,
 )
 from skipless.diagnose.site_rows import Say, site_rows
+from skipless.diagnose.streaming import is_streamed
 from skipless.diagnose.weights import check_finite, weight_rows
 from skipless.errors import UserError
 from skipless.evaluate import error_propagation
@@ -98,6 +99,12 @@ def diagnose(
         "gradients": gradients, "target_db": target_db, "checksum": checksum(model, [first, *few]),
     }  # fmt: skip
     parts, missing = Parts(out, settings), []
+    if is_streamed(model) and (layers or gradients):
+        layers = gradients = False
+        missing.append(
+            "loss by layer, error by depth, milder schemes and gradients: they need all weights at "
+            "once, and this model is read layer by layer"
+        )
     chosen = _choose_scope(model, parsed[0], scope, missing)
 
     def every() -> Iterable[Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from skipless.diagnose.anatomy import anatomy
 from skipless.diagnose.collect import Collector, TensorRecord
 from skipless.diagnose.remedies import choose_remedy, try_remedies
+from skipless.diagnose.streaming import ensure_loaded
 from skipless.quant import Scheme, gaussian_sqnr
 from skipless.sites import is_linear, weight_of
 
@@ -83,11 +84,13 @@ def _numbers(
         found["all_tokens"] = [[place["sequence"], place["position"]] for place in places]
     numbers["anatomy"] = found
     modules = dict(collector.model.named_modules())
-    readers = [modules[p.site.module] for p in record.places if p.kind == "linear_input"]
-    matrices = [
-        weight_of(m).t() if type(m).__name__ == "Conv1D" else weight_of(m)
-        for m in readers if is_linear(m)
-    ]  # fmt: skip
+    matrices = []
+    for place in record.places:
+        module = modules[place.site.module]
+        if place.kind == "linear_input" and is_linear(module):
+            ensure_loaded(collector.model, place.site.module)
+            weight = weight_of(module)
+            matrices.append(weight.t() if type(module).__name__ == "Conv1D" else weight)
     rounded = kinds & {"linear_input", "sublayer_output", "stream"}
     for key in RATIOS:
         numbers[key] = {}

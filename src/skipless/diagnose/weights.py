@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.diagnose.remedies import token_ratio
+from skipless.diagnose.streaming import ensure_loaded, loaded_parameters
 from skipless.errors import UserError
 from skipless.heads import find_heads
 from skipless.probes.moments import batch_moments
@@ -30,15 +31,14 @@ def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, A
     channels of noise over energy: every channel counts alike), ideal, gap of channel_sqnr, and
     remedies {channel, g32, clip:mse: channel_sqnr}."""
     heads, places = find_heads(model), {site.module: site for site in find_sites(model)}
-    rows, seen = [], set()
+    rows, found = [], {}
     for name, module in model.named_modules():
-        if not is_linear(module) and not isinstance(module, nn.Embedding):
-            continue
-        weight = weight_of(module)
-        if id(weight) in seen:
-            continue
-        seen.add(id(weight))
-        matrix = weight.detach()
+        if is_linear(module) or isinstance(module, nn.Embedding):
+            # While none is replaced from disk, the same object is the same weight.
+            found.setdefault(id(weight_of(module)), (name, module))
+    for name, module in found.values():
+        ensure_loaded(model, name)
+        matrix = weight_of(module).detach()
         matrix = matrix.t() if type(module).__name__ == "Conv1D" else matrix
         site, moments = places.get(name), batch_moments(matrix)
         row = {
@@ -82,7 +82,7 @@ def _finer(matrix: Tensor, scheme: Scheme) -> dict[str, float | None]:
 def check_finite(model: nn.Module) -> None:
     """Raise UserError naming the first parameter that holds a NaN or infinity, or is on the meta
     device."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in loaded_parameters(model):
         if parameter.is_meta:
             raise UserError(f"{name} is on the meta device; load the model's weights first")
         if parameter.is_floating_point() and not bool(torch.isfinite(parameter).all()):
