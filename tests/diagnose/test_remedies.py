@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skipless.diagnose.remedies import choose_remedy, token_ratio, try_remedies
-from skipless.diagnose.rotation import hadamard, rotation
+from skipless.quant.rotation import hadamard, rotation
 from skipless.quant import Scheme, fake_quantize
 
 WIDTHS = (1, 2, 7, 12, 20, 28, 36, 48, 64, 200, 320, 384, 576, 768, 1536)

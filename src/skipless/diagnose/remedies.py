@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.diagnose.rotation import rotation
 from skipless.probes.outliers import decibels
 from skipless.quant import Scheme, fake_quantize, gaussian_clip, quantize_weight
+from skipless.quant.rotation import rotation
 
 WORTH_DB = 3.0
 """A remedy that gives less is none."""

@@ -6,6 +6,7 @@ makes a text hard for every model cancels. Read by the CLI, the report and `skip
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from skipless.errors import UserError
 from skipless.evaluate.losses import as_list, sequence_losses
 from skipless.quant import Scheme, quantized
 from skipless.quant.calibrate import run_calibration
+from skipless.quant.methods import method_name, needs_data, parse_methods
 from skipless.quant.targets import find_targets
 
 
@@ -25,17 +27,18 @@ def precision_table(
     schemes: Sequence[Scheme | str],
     scopes: Sequence[str] = ("linear", "block"),
     *,
+    methods: Sequence[str] = ("rtn",),
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a scheme and scope, in the order given.
+    """One row a scheme, scope and method (`skipless.quant.methods`), in the order given.
 
-    Keys: scheme, scope, include_head, loss, full_precision, increase (nats a token), perplexity,
-    standard_error (paired, of the increase; None for one sequence), num_tokens. `calibration` is
-    for static schemes; `on_row` is called with each row as it is measured. Raises UserError for
-    an empty list, a scheme or scope that does not exist, and as `loss` and `quantize` do; every
-    scheme and scope is checked before the first is measured.
+    Keys: scheme, scope, method, include_head, loss, full_precision, increase (nats a token),
+    perplexity, standard_error (paired, of the increase; None for one sequence), num_tokens.
+    `calibration` is for static schemes and for methods; `on_row` is called with each row as it is
+    measured. Raises UserError for an empty list, a scheme, scope or method that does not exist, and
+    as `loss` and `quantize` do; every name is checked before the first is measured.
     """
     parsed = [Scheme.parse(scheme) for scheme in schemes]
     if not parsed or not scopes:
@@ -45,28 +48,33 @@ def precision_table(
             find_targets(model, scheme, scope, include_head=include_head)
         if calibration is None and scheme.needs_calibration:
             run_calibration(model, None, str(scheme))  # says what is missing
+    ways = [parse_methods(method) for method in methods]
+    if calibration is None and (asking := next(filter(needs_data, ways), None)):
+        raise UserError(
+            f"the method {method_name(asking)} looks at activations; pass calibration=batches"
+        )
     batches = list(as_list(batches))
     calibration = None if calibration is None else list(as_list(calibration))
     full = sequence_losses(model, batches)
     rows = []
-    for scheme in parsed:
-        for scope in scopes:
-            with quantized(
-                model, scheme, scope, calibration=calibration, include_head=include_head
-            ):
-                found = sequence_losses(model, batches)
-            row = {
-                "scheme": str(scheme),
-                "scope": scope,
-                "include_head": include_head,
-                "loss": found.nats,
-                "full_precision": full.nats,
-                "increase": found.nats - full.nats,
-                "perplexity": math.exp(found.nats) if found.nats < 700 else math.inf,
-                "standard_error": found.standard_error(full),
-                "num_tokens": int(full.counts.sum()),
-            }
-            rows.append(row)
-            if on_row is not None:
-                on_row(row)
+    for scheme, scope, way in itertools.product(parsed, scopes, ways):
+        with quantized(
+            model, scheme, scope, method=way, calibration=calibration, include_head=include_head
+        ):
+            found = sequence_losses(model, batches)
+        row = {
+            "scheme": str(scheme),
+            "scope": scope,
+            "method": method_name(way),
+            "include_head": include_head,
+            "loss": found.nats,
+            "full_precision": full.nats,
+            "increase": found.nats - full.nats,
+            "perplexity": math.exp(found.nats) if found.nats < 700 else math.inf,
+            "standard_error": found.standard_error(full),
+            "num_tokens": int(full.counts.sum()),
+        }
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
     return rows

@@ -37,19 +37,21 @@ def error_propagation(
     batches: Iterable[Any],
     scope: str = "block",
     *,
+    method: str = "rtn",
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
 ) -> list[dict[str, Any]]:
     """R_l = |x_l^q - x_l| / |x_l| at every stream site, in the order of the forward pass (S9).
 
-    The norms run over all tokens and channels of all batches. Keys: site, layer, sublayer, r.
+    `method` as in `quantize`; where it rotates the stream, both passes are rotated. The norms run
+    over all tokens and channels of all batches. Keys: site, layer, sublayer, r.
     Raises UserError for a model without stream sites, a stream site that never runs, or no batch.
     """
     sites = find_sites(model, "stream")
     totals = {site.name: torch.zeros(2, dtype=torch.float64) for site in sites}
     order: dict[str, None] = {}
     with quantized(
-        model, scheme, scope, calibration=calibration, include_head=include_head
+        model, scheme, scope, method=method, calibration=calibration, include_head=include_head
     ), evaluation_mode(model):  # fmt: skip
         for batch in as_list(batches):
             with paused(model):
@@ -83,13 +85,15 @@ def site_sqnr(
     batches: Iterable[Any],
     scope: str = "block",
     *,
+    method: str = "rtn",
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
     include_weights: bool = True,
 ) -> list[dict[str, Any]]:
     """Signal-to-quantisation-noise ratio of every quantised tensor beside the yardstick (S3, S11).
 
-    The values are the full-precision model's, so that every tensor is judged by itself. One row an
+    The values are the full-precision model's, scaled or rotated where `method` does that, so that
+    every tensor is judged by itself. One row an
     activation site, then (unless `include_weights` is False) one a weight matrix: kind "weight",
     site the module's name. Keys: site, kind, layer, sublayer, bits, sqnr, ideal (of a Gaussian
     tensor at the same width), gap = ideal - sqnr, all dB (sqnr is None where nothing is lost, as on
@@ -99,7 +103,7 @@ def site_sqnr(
     scheme = Scheme.parse(scheme)
     rows = []
     with quantized(
-        model, scheme, scope, calibration=calibration, include_head=include_head
+        model, scheme, scope, method=method, calibration=calibration, include_head=include_head
     ), evaluation_mode(model):  # fmt: skip
         record = quantization(model)
         assert record is not None, "quantized() left no record"

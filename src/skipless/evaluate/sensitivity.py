@@ -22,6 +22,7 @@ def sensitivity(
     batches: Iterable[Any],
     scope: str = "block",
     *,
+    method: str = "rtn",
     calibration: Iterable[Any] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
@@ -44,7 +45,9 @@ def sensitivity(
     full = sequence_losses(model, batches)
     rows = []
     for layer in layers:
-        with quantized(model, scheme, scope, calibration=calibration, layers=[layer]):
+        with quantized(
+            model, scheme, scope, method=method, calibration=calibration, layers=[layer]
+        ):
             found = sequence_losses(model, batches)
         row = {
             "layer": layer,

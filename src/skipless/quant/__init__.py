@@ -8,6 +8,11 @@ targets.py      which weights and sites a scope covers (Q2)
 observers.py    static ranges, streaming
 calibrate.py    running calibration batches
 activations.py  the hooks
+weights.py      one quantised parameter and its codes
+tracing.py      which layers read one tensor, and where it comes from
+rotation.py     Hadamard matrices of any width
+transforms.py   scaling and rotating without changing the function
+methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
 apply.py        quantize, restore, quantized, paused
 integer.py      the same layers computed with integers (Q4)
 engines.py      ways to do that, all with the same integers
@@ -22,7 +27,6 @@ from skipless.quant.apply import (
     paused,
     quantization,
     quantize,
-    quantize_weight,
     quantized,
     restore,
 )
@@ -30,11 +34,14 @@ from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.fake import Codes, clip_range, fake_quantize, integer_codes
 from skipless.quant.gaussian import gaussian_clip, gaussian_mse, gaussian_sqnr
 from skipless.quant.integer import IntegerLinear, from_integer, integer_layers, to_integer
+from skipless.quant.methods import METHODS
 from skipless.quant.observers import RangeObserver
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import SCOPES
+from skipless.quant.weights import quantize_weight
 
 __all__ = [
+    "METHODS",
     "SCOPES",
     "Codes",
     "IntegerLinear",

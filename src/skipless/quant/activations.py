@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.fake import simulate
 from skipless.quant.observers import RangeObserver
+from skipless.quant.replacing import replace_first
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import ActivationTarget
 from skipless.sites import Site
@@ -127,7 +128,15 @@ class ForwardState:
 class ActivationQuantizer:
     """Quantises one site; registered as a hook on the site's module."""
 
-    def __init__(self, target: ActivationTarget, scheme: Scheme, state: ForwardState) -> None:
+    def __init__(
+        self,
+        target: ActivationTarget,
+        scheme: Scheme,
+        state: ForwardState,
+        columns: Tensor | None = None,
+    ) -> None:
+        self.columns = columns
+        """Channels that stay in full precision."""
         self.site, self.bits, self.state = target.site, target.bits, state
         self.granularity, self.symmetric = scheme.activation_granularity, scheme.symmetric
         # A softmax row is nothing like a Gaussian, and its peak is what attention is about.
@@ -135,7 +144,8 @@ class ActivationQuantizer:
         self.observer = None
         if not scheme.dynamic:
             self.observer = RangeObserver(self.bits, symmetric=self.symmetric, clip=self.clip)
-        self._key: tuple = (self.bits, self.granularity, self.symmetric, self.clip)
+        self._kept = () if columns is None else tuple(columns.tolist())
+        self._key: tuple = (self.bits, self.granularity, self.symmetric, self.clip, self._kept)
         self.is_integer = False
         """The site's linear layer makes the codes itself (`quant.integer`)."""
 
@@ -149,7 +159,7 @@ class ActivationQuantizer:
         if self.observer is not None:
             self.clip = self.observer.range(self.site.name)
             ends = self.clip if isinstance(self.clip, tuple) else (self.clip,)
-            self._key = (self.bits, self.symmetric, *(float(end) for end in ends))
+            self._key = (self.bits, self.symmetric, *(float(end) for end in ends), self._kept)
 
     def __call__(self, x: Tensor) -> Tensor:
         state = self.state
@@ -160,7 +170,7 @@ class ActivationQuantizer:
             return x
         if state.mode == "observe":
             if self.observer is not None:
-                self.observer.update(x)
+                self.observer.update(self._rest(x))
             return x
         if state.mode == "quantize" and (known := state.remembered(x, self._key)) is not None:
             return known
@@ -168,7 +178,11 @@ class ActivationQuantizer:
             self.clip = tuple(end.to(x.device) for end in self.clip)
         elif isinstance(self.clip, Tensor):
             self.clip = self.clip.to(x.device)
-        result, scale = simulate(x, self.bits, self.granularity, self.symmetric, self.clip)
+        result, scale = simulate(
+            self._rest(x), self.bits, self.granularity, self.symmetric, self.clip
+        )
+        if self.columns is not None:
+            result[..., self.columns] = x[..., self.columns]
         if isinstance(self.clip, str):
             state.note_scale(self.site.name, scale)
         if state.mode == "measure":
@@ -178,34 +192,22 @@ class ActivationQuantizer:
         state.remember(x, self._key, result, scale)
         return result
 
+    def _rest(self, x: Tensor) -> Tensor:
+        """`x` without the channels that are left alone."""
+        if self.columns is None:
+            return x
+        self.columns = self.columns.to(x.device)
+        rest = x.clone()
+        rest[..., self.columns] = 0
+        return rest
+
     def input_hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        replaced, found = _replace_first(args, self)
+        replaced, found = replace_first(args, self)
         if found:
             return replaced, kwargs
-        replaced_kwargs, found = _replace_first(kwargs, self)
+        replaced_kwargs, found = replace_first(kwargs, self)
         return (args, replaced_kwargs) if found else None
 
     def output_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
-        replaced, found = _replace_first(output, self)
+        replaced, found = replace_first(output, self)
         return replaced if found else None
-
-
-def _replace_first(value: Any, function) -> tuple[Any, bool]:
-    """`value` with its first floating-point tensor passed through `function`, at any depth."""
-    if isinstance(value, Tensor):
-        return (function(value), True) if value.is_floating_point() else (value, False)
-    if isinstance(value, dict):
-        for key, item in value.items():
-            new, found = _replace_first(item, function)
-            if found:
-                changed = type(value)(value) if type(value) is not dict else dict(value)
-                changed[key] = new
-                return changed, True
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            new, found = _replace_first(item, function)
-            if found:
-                items = [*value[:index], new, *value[index + 1 :]]
-                is_named = hasattr(value, "_fields")
-                return (type(value)(*items) if is_named else type(value)(items)), True
-    return value, False

@@ -14,9 +14,8 @@ Works on our models, on Hugging Face models and on any nn.Module with linear lay
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,53 +26,14 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.calibrate import run_calibration
-from skipless.quant.fake import Codes, fake_quantize, integer_codes
+from skipless.quant.methods import Method, method_name, needs_data, parse_methods
 from skipless.quant.scheme import Scheme
-from skipless.quant.targets import (
-    ActivationTarget,
-    WeightTarget,
-    find_targets,
-    find_untouched,
-)
+from skipless.quant.targets import ActivationTarget, find_targets, find_untouched
+from skipless.quant.transforms import Changes, InputChange, Session
+from skipless.quant.weights import QuantizedWeight, round_weight
 from skipless.sites import ChoosesImplementation, chooses_implementation
 
 _ATTRIBUTE = "_skipless_quantization"
-
-
-@dataclass(kw_only=True)
-class _Weight:
-    """One parameter with the tensor that is not in use: originals while quantised."""
-
-    name: str
-    parameter: nn.Parameter
-    stored: Tensor
-    scheme: Scheme
-    transposed: bool = False
-    layer: int | None = None
-    version: int = 0
-
-    def swap(self) -> None:
-        current = self.parameter.data
-        self.parameter.data = self.stored.to(current.device, current.dtype)
-        self.stored = current
-        self.version = self.parameter._version
-
-    def codes(self) -> Codes:
-        """int32 codes and scale of the matrix [out, in] while quantised; by groups, if any."""
-        matrix = self.stored.t() if self.transposed else self.stored
-        return integer_codes(
-            matrix.to(self.parameter.device), self.scheme.weight_bits,
-            granularity=self.scheme.weight_granularity, symmetric=self.scheme.symmetric,
-            clip=self.scheme.clip,
-        )  # fmt: skip
-
-    def __deepcopy__(self, memo: dict) -> _Weight:
-        parameter = copy.deepcopy(self.parameter, memo)
-        # A copied parameter counts its changes from the start.
-        return _Weight(
-            name=self.name, parameter=parameter, stored=self.stored.clone(), scheme=self.scheme,
-            transposed=self.transposed, layer=self.layer, version=parameter._version,
-        )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -83,7 +43,7 @@ class Quantization:
     scheme: Scheme
     scope: str
     include_head: bool
-    weights: list[_Weight]
+    weights: list[QuantizedWeight]
     activations: list[ActivationQuantizer]
     state: ForwardState
     handles: list[Any] = field(default_factory=list)
@@ -92,6 +52,13 @@ class Quantization:
     untouched: dict[str, list[str]] = field(default_factory=dict)
     """Modules whose matrices stay in full precision, by what they are (`targets.find_untouched`).
     """
+    method: str = "rtn"
+    changes: Changes = field(default_factory=Changes)
+    """Parameters that a method scaled or rotated, with their originals."""
+    inputs: dict[str, InputChange] = field(default_factory=dict)
+    """What a method does to inputs when the model runs, by name of a layer."""
+    notes: list[str] = field(default_factory=list)
+    """What the methods did, a line each."""
 
     def describe(self) -> str:
         """One line: scheme, scope, how many weights and sites, what stays in full precision."""
@@ -102,10 +69,12 @@ class Quantization:
         of_format = Counter(str(weight.scheme) for weight in self.weights)
         shares = ", ".join(f"{number} at {text}" for text, number in of_format.items())
         mixed = f" ({shares})" if self.scheme.overrides else ""
+        by = "" if self.method == "rtn" else f" by {self.method}"
         return (
-            f"{self.scheme} in scope {self.scope}: {len(self.weights)} weights{mixed}, "
+            f"{self.scheme}{by} in scope {self.scope}: {len(self.weights)} weights{mixed}, "
             f"{len(self.activations)} activation sites; "
             + ("in full precision: " + "; ".join(parts) if parts else "every matrix quantised")
+            + "".join(f"; {note}" for note in self.notes)
         )
 
 
@@ -114,6 +83,7 @@ def quantize(
     scheme: Scheme | str,
     scope: str = "linear",
     *,
+    method: str | Method | Sequence[str | Method] = "rtn",
     overrides: Mapping[str, Scheme | str | None] | Iterable[str] = (),
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
@@ -121,12 +91,13 @@ def quantize(
 ) -> nn.Module:
     """Quantise `model` in place (simulated) and return it; `restore(model)` undoes it.
 
-    `scope` is linear, block or all (Q2). `overrides` sets places apart by name, {pattern: scheme},
-    None or "fp" leaving them in full precision (`skipless.scheme`). `calibration`, batches as in
-    `quant.calibrate`, is read by `-static` schemes only. `layers` limits everything to some layers.
-    The state_dict then holds quantised weights. Raises UserError, leaving the model as it was, when
-    nothing matches, the model is quantised already, a static scheme has no calibration, or a weight
-    is not finite.
+    `scope` is linear, block or all (Q2). `method` is how: "rtn" rounds to the nearest, "gptq",
+    "smooth+gptq" and others are in `quant.methods`. `overrides` sets places apart by name,
+    {pattern: scheme}, None or "fp" leaving them in full precision (`skipless.scheme`).
+    `calibration`, batches as in `quant.calibrate`, is read by `-static` schemes and by methods.
+    `layers` limits everything to some layers. The state_dict then holds quantised weights. Raises
+    UserError, leaving the model as it was, when nothing matches, the model is quantised already,
+    calibration is missing or gives NaN, or a weight is not finite.
     """
     scheme = Scheme.parse(scheme).with_overrides(overrides)
     if (present := quantization(model)) is not None:
@@ -134,28 +105,51 @@ def quantize(
             f"the model is already quantised with {present.scheme} (scope {present.scope}); "
             "call restore(model) first"
         )
+    methods = parse_methods(method)
     weights, targets = find_targets(model, scheme, scope, include_head=include_head, layers=layers)
+    if needs_data(methods):
+        calibration = _several_times(calibration, method_name(methods))
+    session = Session(model, weights, calibration if isinstance(calibration, list) else None)
     state = ForwardState([target.site for target in targets])
-    quantizers = [ActivationQuantizer(target, target.scheme, state) for target in targets]
     record = Quantization(
-        scheme=scheme, scope=scope, include_head=include_head, activations=quantizers,
-        state=state, weights=[_quantize_weight(target) for target in weights],
-        untouched=find_untouched(model, weights, scheme),
+        scheme=scheme, scope=scope, include_head=include_head, activations=[], state=state,
+        weights=[], untouched=find_untouched(model, weights, scheme), method=method_name(methods),
+        changes=session.changes, inputs=session.inputs, notes=session.notes,
+        handles=session.handles,
     )  # fmt: skip
-    record.eager = _switch_to_eager(model, targets)
-    _register_hooks(model, record)
     try:
-        if any(quantizer.observer for quantizer in quantizers):
+        with torch.no_grad():
+            for each in methods:
+                each.prepare(session)
+            record.weights = [
+                round_weight(target, session.columns.get(target.modules[0])) for target in weights
+            ]
+        record.activations = [
+            ActivationQuantizer(target, target.scheme, state, _columns(target, session))
+            for target in targets
+        ]
+        record.eager = _switch_to_eager(model, targets)
+        _register_hooks(model, record)
+        session.attach_first()
+        if any(quantizer.observer for quantizer in record.activations):
             state.mode = "observe"
             run_calibration(model, calibration, str(scheme))
-            for quantizer in quantizers:
+            for quantizer in record.activations:
                 quantizer.finish_calibration()
-            state.mode, state.unseen = "quantize", set(state.names)
+            state.mode = "quantize"
+        with torch.no_grad():
+            methods[-1].choose(session, record.weights)  # type: ignore[union-attr]
+        state.unseen = set(state.names)
     except BaseException:
+        for weight in record.weights:
+            if weight.in_use:
+                weight.swap()
         _detach(record)
+        record.changes.undo()
         raise
     for weight in record.weights:
-        weight.swap()
+        if not weight.in_use:
+            weight.swap()
     setattr(model, _ATTRIBUTE, record)
     return model
 
@@ -179,6 +173,7 @@ def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
         for weight in record.weights:
             weight.swap()
     _detach(record)
+    record.changes.undo()
     delattr(model, _ATTRIBUTE)
     return model
 
@@ -205,7 +200,9 @@ def quantized(
 def paused(model: nn.Module) -> Iterator[nn.Module]:
     """Full precision for the length of a with statement, inside a quantised model.
 
-    Swaps the original weights in and the quantised ones back; nothing is computed again.
+    Swaps the weights before rounding in and the quantised ones back; nothing is computed again.
+    What a method scaled or rotated stays so, so that tensors inside can be compared; the function
+    is the original one up to the last digits.
     """
     with _full_precision(model, "off"):
         yield model
@@ -240,34 +237,22 @@ def _full_precision(model: nn.Module, mode: str, measure: Any = None) -> Iterato
                 weight.swap()
 
 
-def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False) -> Tensor:
-    """A weight [out, in, ...] (or [in, out] when `transposed`) after rounding to the grid (Q1)."""
-    with torch.no_grad():
-        matrix = weight.detach().t() if transposed else weight.detach()
-        rounded = fake_quantize(
-            matrix, scheme.weight_bits, granularity=scheme.weight_granularity,
-            symmetric=scheme.symmetric, clip=scheme.clip,
-        )  # fmt: skip
-        return rounded.t().contiguous() if transposed else rounded
-
-
-def _quantize_weight(target: WeightTarget) -> _Weight:
-    parameter, scheme = target.parameter, target.scheme
-    if parameter.is_meta:
-        raise UserError(f"{target.name} is on the meta device; load or initialise the model first")
-    if not bool(torch.isfinite(parameter).all()):
+def _several_times(calibration: Iterable[Any] | None, method: str) -> list[Any]:
+    """Calibration batches as a list, since methods pass over them more than once."""
+    if isinstance(calibration, (Tensor, Mapping)):
+        return [calibration]
+    batches = [] if calibration is None else list(calibration)
+    if not batches:
         raise UserError(
-            f"{target.name} holds NaN or infinity; train or load the model again before "
-            "quantising it"
+            f"the method {method} looks at activations; pass calibration=batches, at least one"
         )
-    try:
-        rounded = quantize_weight(parameter, scheme, transposed=target.transposed)
-    except UserError as error:
-        raise UserError(f"{target.name}: {error}") from None
-    return _Weight(
-        name=target.name, parameter=parameter, stored=rounded, scheme=scheme,
-        transposed=target.transposed, layer=target.layer,
-    )  # fmt: skip
+    return batches
+
+
+def _columns(target: ActivationTarget, session: Session) -> Tensor | None:
+    site = target.site
+    is_input = site.kind == "linear_input" and site.direction == "input"
+    return session.columns.get(site.module) if is_input else None
 
 
 def _register_hooks(model: nn.Module, record: Quantization) -> None:

@@ -146,6 +146,18 @@ def quantizer(
     return step, (-zero, levels - zero), False
 
 
+def grid(
+    x: Tensor, bits: int, granularity: str, symmetric: bool, clip: Clip
+) -> tuple[Tensor, Tensor | int, Tensor | int, torch.Size]:
+    """(scale, smallest code, largest code, grouped shape) that `integer_codes` would use for `x`.
+
+    Asymmetric codes with the zero point taken off, as there; all broadcast to the grouped shape.
+    """
+    grouped, whole = _prepare(x.detach(), bits, granularity)
+    step, (low, high), _ = quantizer(grouped, bits, symmetric, clip, whole)
+    return step, low, high, grouped.shape
+
+
 def _prepare(x: Tensor, bits: int, granularity: str) -> tuple[Tensor, bool]:
     """(view whose last dimension is one group, whether the whole tensor is one group)."""
     if not isinstance(bits, int) or not 2 <= bits <= 16:

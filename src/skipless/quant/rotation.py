@@ -1,10 +1,10 @@
-"""A Hadamard rotation of any width, to ask what rotating a tensor would give (Q5).
+"""A Hadamard rotation of any width: as a matrix, and applied in few operations (Q5).
 
 H/sqrt(n) with entries +-1 spreads every outlier channel over all channels. Orders 2^k times 1, 12,
 20, 28 or 36 are built from Paley's two constructions; another width gets blocks of the largest
 power of two that divides it, or, where that is below 16, a random orthogonal matrix. Signs of the
 channels are drawn first (seed: the width), so that a channel-wise constant does not become an
-outlier itself. Read by `remedies.py`.
+outlier itself. Read by the methods `hadamard` and `stream`, and by `skipless.diagnose`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,58 @@ def rotation(width: int) -> Tensor:
     return signs * core / width**0.5
 
 
+class Rotate:
+    """x -> x R with R = `rotation(width)`, or R^T; [..., width] of any dtype.
+
+    R = diag(signs) (S kron C) with S Sylvester's matrix of order P and C of order m, P m = width:
+    P + m multiplications a channel instead of P m.
+    """
+
+    def __init__(self, width: int, *, inverse: bool = False) -> None:
+        self.width, self.inverse = width, inverse
+
+    def __call__(self, x: Tensor) -> Tensor:
+        signs, outer, inner = _factors(self.width)
+        signs, outer, inner = (t.to(x.device, x.dtype) for t in (signs, outer, inner))
+        if self.inverse:
+            turned = (outer @ (x.unflatten(-1, (outer.shape[0], -1)) @ inner.T)).flatten(-2)
+            return turned * signs
+        x = (x * signs).unflatten(-1, (outer.shape[0], -1))
+        return (outer.T @ (x @ inner)).flatten(-2)
+
+
+@lru_cache(maxsize=32)
+def _factors(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Signs [width], outer [P, P] and inner [m, m] with R = diag(signs) (outer kron inner)."""
+    if hadamard(width) is None and width & -width < 16:  # one random orthogonal matrix
+        return torch.ones(width), torch.ones(1, 1), rotation(width)
+    generator = torch.Generator().manual_seed(width)
+    signs = torch.randint(2, (width, 1), generator=generator).float() * 2 - 1
+    if hadamard(width) is None:  # blocks of the largest power of two
+        block = width & -width
+        sylvester = hadamard(block)
+        assert sylvester is not None
+        return signs[:, 0], torch.eye(width // block), sylvester / block**0.5
+    size = next(n for n in (1, *_SEEDS) if _is_power(width, n))
+    inner, outer = hadamard(size), hadamard(width // size)
+    assert inner is not None and outer is not None
+    if size == 1:  # a power of two splits in two itself
+        half = 2 ** ((width.bit_length() - 1) // 2)
+        inner, outer = hadamard(half), hadamard(width // half)
+        assert inner is not None and outer is not None
+    return signs[:, 0], outer, inner / width**0.5
+
+
+def _is_power(width: int, size: int) -> bool:
+    power, rest = divmod(width, size)
+    return rest == 0 and power > 0 and power & (power - 1) == 0
+
+
 def hadamard(order: int) -> Tensor | None:
     """A matrix of +-1 with orthogonal rows [order, order], float32; None where none is built."""
     for size in (1, *_SEEDS):
-        power, rest = divmod(order, size)
-        if rest == 0 and power and power & (power - 1) == 0:
+        if _is_power(order, size):
+            power = order // size
             found = torch.ones(1, 1) if size == 1 else _paley(*_SEEDS[size])
             while power > 1:
                 found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])

@@ -1,0 +1,29 @@
+"""Putting a changed tensor where a module's argument or result was. Read by hooks of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def replace_first(value: Any, function: Callable[[Tensor], Tensor]) -> tuple[Any, bool]:
+    """`value` with its first floating-point tensor passed through `function`, at any depth."""
+    if isinstance(value, Tensor):
+        return (function(value), True) if value.is_floating_point() else (value, False)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            new, found = replace_first(item, function)
+            if found:
+                changed = type(value)(value) if type(value) is not dict else dict(value)
+                changed[key] = new
+                return changed, True
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            new, found = replace_first(item, function)
+            if found:
+                items = [*value[:index], new, *value[index + 1 :]]
+                is_named = hasattr(value, "_fields")
+                return (type(value)(*items) if is_named else type(value)(items)), True
+    return value, False
