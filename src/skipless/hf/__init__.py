@@ -7,8 +7,9 @@
 """
 
 from skipless.hf.auto import PatchedConfig, register
+from skipless.hf.cache import QuantizedCache
 from skipless.pretrained import fetch_model
 
 register()
 
-__all__ = ["PatchedConfig", "fetch_model", "register"]
+__all__ = ["PatchedConfig", "QuantizedCache", "fetch_model", "register"]

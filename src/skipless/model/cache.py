@@ -1,12 +1,14 @@
 """Keys and values of past tokens, so that decoding computes only the new one.
 
-Storage grows by doubling and is written in place; what `update` returns are views. Read by
+Storage grows by doubling and is written in place; what `update` returns are views. A model whose
+keys and values are quantised hands in stores that hold packed integers instead. Read by
 `attention.py` and `generation.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,35 +16,86 @@ from torch import Tensor
 from skipless.errors import UserError
 
 
+class Store(Protocol):
+    """Where the keys, or the values, of one layer are kept."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, room to grow included."""
+        ...
+
+    def append(self, new: Tensor, start: int) -> Tensor:
+        """Put new tokens [B, G, T, K] at `start`; return all of them [B, G, start + T, K]."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows` [B'], in that order."""
+        ...
+
+
+class FloatStore:
+    """Keys or values as they come."""
+
+    def __init__(self) -> None:
+        self.stored: Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, room to grow included."""
+        return 0 if self.stored is None else self.stored.numel() * self.stored.element_size()
+
+    def append(self, new: Tensor, start: int) -> Tensor:
+        """Put new tokens [B, G, T, K] at `start`; return all of them, a view."""
+        if self.stored is None:
+            self.stored = new.new_empty((*new.shape[:2], 0, new.shape[3]))
+        if self.stored.shape[0] != new.shape[0]:
+            raise UserError(
+                f"the cache holds a batch of {self.stored.shape[0]} and the input has "
+                f"{new.shape[0]}; start a new cache"
+            )
+        stop = start + new.shape[2]
+        self.stored = _grown(self.stored, start, stop)
+        self.stored[:, :, start:stop] = new
+        return self.stored[:, :, :stop]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the batch rows `rows`, in that order."""
+        if self.stored is not None:
+            self.stored = self.stored.index_select(0, rows)
+
+
 class KeyValueCache:
     """Keys and values per layer, each [B, G, S, K] after RoPE.
 
     `length` counts the tokens that all layers have seen; it advances once per forward pass.
+    `new_store(layer, "key" or "value")` makes what holds them; floating point by default.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, new_store: Callable[[int, str], Store] | None = None) -> None:
         self.length = 0
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._new_store = new_store
+        self.stores: dict[tuple[int, str], Store] = {}
         self._histories: dict[Hashable, Tensor] = {}
         self._sums: dict[Hashable, tuple[int, tuple[Tensor, ...]]] = {}
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append the new tokens' key and value [B, G, T, K]; return all of them [B, G, S, K]."""
-        start, stop = self.length, self.length + key.shape[2]
-        while len(self._keys) <= layer:
-            self._keys.append(key.new_empty((*key.shape[:2], 0, key.shape[3])))
-            self._values.append(value.new_empty((*value.shape[:2], 0, value.shape[3])))
-        if self._keys[layer].shape[0] != key.shape[0]:
-            raise UserError(
-                f"the cache holds a batch of {self._keys[layer].shape[0]} and the input has "
-                f"{key.shape[0]}; start a new cache"
-            )
-        self._keys[layer] = _grown(self._keys[layer], start, stop)
-        self._values[layer] = _grown(self._values[layer], start, stop)
-        self._keys[layer][:, :, start:stop] = key
-        self._values[layer][:, :, start:stop] = value
-        return self._keys[layer][:, :, :stop], self._values[layer][:, :, :stop]
+        return (
+            self._store(layer, "key").append(key, self.length),
+            self._store(layer, "value").append(value, self.length),
+        )
+
+    def _store(self, layer: int, kind: str) -> Store:
+        store = self.stores.get((layer, kind))
+        if store is None:
+            store = FloatStore() if self._new_store is None else self._new_store(layer, kind)
+            self.stores[layer, kind] = store
+        return store
+
+    @property
+    def num_bytes(self) -> int:
+        """What all keys and values take, room to grow included."""
+        return sum(store.num_bytes for store in self.stores.values())
 
     def extend(self, key: Hashable, new: Tensor) -> Tensor:
         """Append one site's new rows [B, T, C] under `key`; return all of them [B, S, C].
@@ -81,8 +134,8 @@ class KeyValueCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` [B'] in that order: beam search, or repetition."""
-        self._keys = [k.index_select(0, rows) for k in self._keys]
-        self._values = [v.index_select(0, rows) for v in self._values]
+        for store in self.stores.values():
+            store.select(rows)
         self._histories = {k: h.index_select(0, rows) for k, h in self._histories.items()}
         self._sums = {
             key: (length, tuple(s.index_select(0, rows) for s in sums))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from skipless.checks import is_whole
 from skipless.errors import UserError
-from skipless.model.cache import KeyValueCache
 
 
 def window_start(length: int, limit: int) -> int:
@@ -113,7 +112,7 @@ def generate(
         for _ in range(max_new_tokens):
             wanted = window_start(input_ids.shape[1], limit)
             if cache is None or wanted != start:
-                cache, start = KeyValueCache() if use_cache else None, wanted
+                cache, start = model.new_cache() if use_cache else None, wanted
             seen = cache.length if cache is not None else 0
             logits = model(input_ids[:, start + seen :], cache=cache, logits_to_keep=1).logits
             token = sample(logits[:, -1], temperature, top_k, generator).to(input_ids.device)

@@ -7,6 +7,7 @@ same numbers. Legend: B batch, T tokens, S past plus new tokens, D width, V voca
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
@@ -18,7 +19,7 @@ from skipless.errors import UserError
 from skipless.model import initializers, layout
 from skipless.model.attention import Attention
 from skipless.model.block import Block
-from skipless.model.cache import KeyValueCache
+from skipless.model.cache import KeyValueCache, Store
 from skipless.model.connections import Connection
 from skipless.model.generation import generate
 from skipless.model.losses import cross_entropy
@@ -70,6 +71,8 @@ class Transformer(nn.Module):
             if config.position == "rope"
             else None
         )
+        self.new_store: Callable[[int, str], Store] | None = None
+        """Makes the places where a cache keeps keys and values; None: floating point."""
         self.tie_weights()
         if device.type != "meta":
             self.to_empty(device=device)
@@ -139,6 +142,11 @@ class Transformer(nn.Module):
     def layer_list(self) -> nn.ModuleList:
         """The blocks; what compile, FSDP and activation checkpointing wrap."""
         return self.layers
+
+    def new_cache(self) -> KeyValueCache:
+        """An empty cache for this model's keys and values; of packed integers where `new_store`
+        was set (`quant.kvcache`)."""
+        return KeyValueCache(self.new_store)
 
     def tie_weights(self) -> None:
         """Share the embedding with the head, and C4's block gains within their block."""

@@ -32,6 +32,7 @@ from skipless.quant.apply import Quantization, quantization
 from skipless.quant.engines import ENGINES, KernelEngine, Prepared, Problem
 from skipless.quant.fake import Codes, quantizer, simulate
 from skipless.quant.hardware import fastest_kernel, pick
+from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
 from skipless.sites import bias_of
 
@@ -111,7 +112,8 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
 
     `engine` is a name in `engines.ENGINES`; by default the fastest exact one for each layer
     (`hardware.pick`). The model has to be quantised by `quantize` with integer activations,
-    symmetric, weights per tensor or channel. Raises UserError, leaving the model as it was, for
+    symmetric, weights per tensor or channel. Where keys and values are quantised, caches of our
+    models then hold packed integers (`kvcache`). Raises UserError, leaving the model as it was, for
     anything else, for weights changed since, and when an engine refuses.
     """
     record = quantization(model)
@@ -146,6 +148,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
         module.__class__ = _integer_class(own.plain_class)
         own.quantizer.is_integer = True
         record.handles.append(_Handle(module))
+    pack_cache(model)
     return model
 
 
@@ -158,6 +161,7 @@ def from_integer(model: nn.Module) -> nn.Module:
     for handle in handles:
         handle.remove()
         record.handles.remove(handle)
+    unpack_cache(model)
     return model
 
 

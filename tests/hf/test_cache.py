@@ -1,0 +1,111 @@
+"""QuantizedCache in transformers' generation: the values of the simulation, every rearrangement."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from skipless.errors import UserError
+from skipless.hf import QuantizedCache
+from skipless.quant import fake_quantize
+
+IDS = torch.randint(2, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+class Simulated(DynamicCache):
+    """The oracle: floats, rounded when they come."""
+
+    def __init__(self, bits, granularity):
+        super().__init__()
+        self.kinds = {"bits": bits, "granularity": granularity}
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        rounded = [fake_quantize(x, **self.kinds) for x in (key_states, value_states)]
+        return super().update(*rounded, *args, **kwargs)
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def model(request):
+    torch.manual_seed(0)
+    if request.param == "gpt2":
+        config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=90, n_positions=64)
+        return GPT2LMHeadModel(config).eval()
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=90, max_position_embeddings=64,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def generate(model, cache, **options):
+    torch.manual_seed(1)
+    return model.generate(
+        IDS, past_key_values=cache, max_new_tokens=12, min_new_tokens=12, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("granularity", ["token", "tensor"])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "sampled"],
+)  # fmt: skip
+def test_generation_equals_the_simulation(model, bits, granularity, options):
+    cache = QuantizedCache(bits=bits, granularity=granularity)
+    found = generate(model, cache, **options)
+    expected = generate(model, Simulated(bits, granularity), **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    for a, b in zip(found.logits, expected.logits, strict=True):
+        assert torch.equal(a, b)
+    assert cache.get_seq_length() == 18 and len(cache) == 2
+
+
+def test_rearranging_rows_and_cropping():
+    torch.manual_seed(0)
+    key, value = torch.randn(2, 2, 2, 5, 6)
+    caches = QuantizedCache(bits=4), Simulated(4, "token")
+    for cache in caches:
+        for layer in (0, 1):
+            cache.update(key, value, layer)
+    for change in (
+        lambda c: c.reorder_cache(torch.tensor([1, 0])),
+        lambda c: c.batch_repeat_interleave(3),
+        lambda c: c.batch_select_indices(torch.tensor([0, 4, 5])),
+        lambda c: c.batch_select_indices(torch.tensor([True, False, True])),
+        lambda c: c.crop(-2),
+    ):
+        for cache in caches:
+            change(cache)
+        for ours, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length()
+    for cache in caches:
+        grown = cache.update(key[:, :, :1], value[:, :, :1], 0)
+    assert torch.equal(grown[0], caches[0].layers[0].keys)
+    caches[0].reset()
+    assert caches[0].get_seq_length() == 0 and caches[0].layers[0].keys is None
+
+
+def test_bytes_and_config(model):
+    cache = QuantizedCache(model.config, bits=4)
+    assert len(cache) == 2 and cache.num_bytes == 0
+    out = generate(model, cache)
+    plain = generate(model, DynamicCache()).past_key_values
+    full = sum(layer.keys.numel() * 8 for layer in plain.layers)
+    assert cache.num_bytes < full and out.past_key_values is cache
+
+
+def test_misuse_is_told():
+    with pytest.raises(UserError, match="from 2 to 16"):
+        QuantizedCache(bits=1)
+    with pytest.raises(UserError, match="granularity"):
+        QuantizedCache(granularity="channel")
+    cache = QuantizedCache()
+    cache.update(*torch.randn(2, 1, 1, 3, 4), 0)
+    with pytest.raises(UserError, match="negative number"):
+        cache.layers[0].crop(2)
+    with pytest.raises(UserError, match="cannot be assigned"):
+        cache.layers[0].keys = torch.ones(1)
