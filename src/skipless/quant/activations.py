@@ -157,9 +157,13 @@ class ActivationQuantizer:
     def finish_calibration(self) -> None:
         """Fix the range to what the observer saw. Raises UserError naming the site."""
         if self.observer is not None:
-            self.clip = self.observer.range(self.site.name)
-            ends = self.clip if isinstance(self.clip, tuple) else (self.clip,)
-            self._key = (self.bits, self.symmetric, *(float(end) for end in ends), self._kept)
+            self.fix(self.observer.range(self.site.name))
+
+    def fix(self, clip: Any) -> None:
+        """Use the range `clip`, a tensor or a pair (low, high), for every input from now on."""
+        self.clip = clip
+        ends = clip if isinstance(clip, tuple) else (clip,)
+        self._key = (self.bits, self.symmetric, *(float(end) for end in ends), self._kept)
 
     def __call__(self, x: Tensor) -> Tensor:
         state = self.state
