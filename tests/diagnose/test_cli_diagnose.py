@@ -128,7 +128,7 @@ def test_a_broken_weight_is_named(saved, tmp_path, capsys):
     assert "model.layers.1.mlp.up_proj.weight holds NaN" in capsys.readouterr().err
 
 
-def test_a_vision_model_is_sent_to_python(tmp_path, capsys):
+def test_a_vision_model_is_sent_to_images(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     config = transformers.ViTConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
@@ -140,7 +140,7 @@ def test_a_vision_model_is_sent_to_python(tmp_path, capsys):
     words = [str(tmp_path / "vit"), "--text", str(text), "--out", str(tmp_path / "o")]
     assert main(["diagnose", *words]) == 2
     error = capsys.readouterr().err
-    assert "takes pixel_values and no text" in error and "in Python" in error
+    assert "takes pixel_values and no text; give --images" in error
 
 
 def test_the_loss_of_an_encoder_is_refused(saved, tmp_path, capsys):

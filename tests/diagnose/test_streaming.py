@@ -38,7 +38,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def saved(name, path, **options):
+def save(name, path, **options):
     transformers = pytest.importorskip("transformers")
     prefix, suffix, config = FAMILIES[name]
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def whole(cls, path):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_number_is_that_of_the_whole_model(name, tmp_path):
     shards = {"max_shard_size": "5KB"} if name in ("llama", "vit") else {}
-    cls = saved(name, tmp_path, **shards)
+    cls = save(name, tmp_path, **shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == bool(shards)
     batches = [inputs(name), {k: v.flip(0) for k, v in inputs(name).items()}]
     expected = diagnose(whole(cls, tmp_path), batches, ["W8A8", "W4A4"], layers=False)
@@ -93,7 +93,7 @@ def test_every_number_is_that_of_the_whole_model(name, tmp_path):
 
 
 def test_one_block_is_in_memory_at_a_time(tmp_path):
-    saved("llama", tmp_path)
+    save("llama", tmp_path)
     model = open_streamed(tmp_path)
     assert is_streamed(model) and not is_streamed(nn.Linear(2, 2))
     full = []
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
     transformers = pytest.importorskip("transformers")
     from safetensors.torch import load_file, save_file
 
-    saved("llama", tmp_path / "good")
+    save("llama", tmp_path / "good")
     assert file_bytes(tmp_path / "good") > 10_000 and (free_bytes() or 1) > 0
 
     def changed(name, change):
@@ -173,3 +173,38 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
     with pytest.raises(UserError, match="has no list of blocks"):
         open_streamed(tmp_path / "resnet")
+
+
+def test_the_command_reads_layer_by_layer_when_asked_or_when_memory_is_short(
+    saved, tmp_path, capsys, monkeypatch
+):
+    from skipless.cli import main
+    from skipless.diagnose import loading
+
+    model, text = str(saved / "model"), str(saved / "text.txt")
+    words = ["diagnose", model, "--text", text, "--num-tokens", "64", "--schemes", "W8A8"]
+    assert main([*words, "--out", str(tmp_path / "whole"), "--no-layers"]) == 0
+    assert main([*words, "--out", str(tmp_path / "asked"), "--layer-by-layer"]) == 0
+    assert "this model is read layer by layer" in capsys.readouterr().out
+    monkeypatch.setattr(loading, "free_bytes", lambda: file_bytes(model) - 1)
+    assert main([*words, "--out", str(tmp_path / "short")]) == 0
+    whole, asked, short = (
+        json.loads((tmp_path / name / "diagnosis.json").read_text())["sites"]
+        for name in ("whole", "asked", "short")
+    )
+    assert asked == short
+    for row, wanted in zip(asked, whole, strict=True):  # files are not aligned, see `whole` above
+        assert row["site"] == wanted["site"] and row["count"] == wanted["count"]
+        for key in ("kurtosis", "max_abs", "std"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-5)
+    monkeypatch.setattr(loading, "free_bytes", lambda: file_bytes(model))
+    assert not is_streamed(loading.load_subject(model).model)
+
+
+def test_only_folders_are_read_layer_by_layer(tiny_run):
+    from skipless.diagnose.loading import load_subject
+
+    with pytest.raises(UserError, match="is a run directory, read whole"):
+        load_subject(str(tiny_run), layer_by_layer=True)
+    with pytest.raises(UserError, match=r"hf download some/one --local-dir"):
+        load_subject("some/one", layer_by_layer=True)

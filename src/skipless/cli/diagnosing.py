@@ -58,6 +58,9 @@ def diagnose(
         Literal["auto", "loss", "distance"], option("{auto,loss,distance}")
     ] = "auto",
     no_layers: Switch = False,
+    images: Annotated[tuple[str, ...], option("FILE|DIR [FILE|DIR ...]", default="")] = (),
+    audio: Annotated[tuple[str, ...], option("FILE [FILE ...]", default="")] = (),
+    layer_by_layer: Annotated[bool, option(default="for files larger than free memory")] = False,
     gradients: Gradients = False,
     against: Against = None,
     checkpoints: Checkpoints = (),
@@ -75,13 +78,16 @@ def diagnose(
     For example: skipless diagnose smollm2-135m --data sotu --schemes W8A8 --out runs/diagnosis
 
     Args:
-        text: a .txt, .jsonl or .parquet file, or a folder of them.
+        text: a .txt, .jsonl or .parquet file, or a folder of them; for --images or --audio lines.
         data: a name of `data list`.
         schemes: such as W8A8,W4A4 (docs/quantise.md); the first is what the ten lines are about.
         num_tokens: read once, for the statistics of every site.
         layer_tokens: of them, for what takes a pass a layer: damage by layer, error by depth.
         measure: of damage: loss of the next token, distance of the outputs, or what fits.
         no_layers: leave out what takes a pass a layer.
+        images: .png or .jpg files or folders of them, for vision models.
+        audio: uncompressed WAV files, for models that hear.
+        layer_by_layer: hold one block of weights at a time, and leave out the same.
     """
     from skipless.errors import UserError
     from skipless.scheme import Scheme
@@ -91,7 +97,8 @@ def diagnose(
     if len(chosen) > 1:
         raise UserError(f"{chosen[0]} and {chosen[1]} are both given; keep one of them")
     for flag, given in (("--scope", scope), ("--measure", measure != "auto"),
-                        ("--no-layers", no_layers)):  # fmt: skip
+                        ("--no-layers", no_layers), ("--images", images), ("--audio", audio),
+                        ("--layer-by-layer", layer_by_layer)):  # fmt: skip
         if chosen and given:
             raise UserError(f"{flag} belongs to one model alone; leave it out of {chosen[0]}")
     if gradients and chosen not in ([], ["--checkpoints"]):
@@ -120,9 +127,10 @@ def diagnose(
         _against(model, against, where, names, out, json)
         return
     from skipless.diagnose.comparison.comparing import is_diagnosis
-    from skipless.diagnose.loading import load_subject, read_batches
+    from skipless.diagnose.loading import load_subject
     from skipless.diagnose.parts import check_free
     from skipless.diagnose.running import diagnose as run
+    from skipless.diagnose.texts import read_batches
     from skipless.diagnose.writing import PAGE
     from skipless.log import say
 
@@ -132,8 +140,14 @@ def diagnose(
             f"{model} is a finished diagnosis; open {Path(model) / PAGE}, or name another one with "
             "--against"
         )
-    subject = load_subject(model)
-    read = read_batches(subject, text, data, tokens, length)
+    _check_media(images, audio, data, length)
+    subject = load_subject(model, layer_by_layer=layer_by_layer)
+    if images or audio:
+        from skipless.diagnose.media import read_audio, read_images
+
+        read = read_images(subject, images, text) if images else read_audio(subject, audio, text)
+    else:
+        read = read_batches(subject, text, data, tokens, length)
     result = run(
         subject.model, read.batches, names,
         scope=scope, measure=measure, tokenizer=subject.tokenizer,
@@ -142,6 +156,18 @@ def diagnose(
         say=lambda line: None if json else say(line),
     )  # fmt: skip
     _show(result, Path(out) / PAGE, json)
+
+
+def _check_media(images: tuple, audio: tuple, data: str | None, length: int | None) -> None:
+    """Raise UserError for options that exclude one another."""
+    from skipless.errors import UserError
+
+    if images and audio:
+        raise UserError("--images and --audio are both given; keep one of them")
+    flag = "--images" if images else "--audio"
+    for other, given in (("--data", data), ("--sequence-length", length)):
+        if (images or audio) and given is not None:
+            raise UserError(f"{other} belongs to models of text; leave it out of {flag}")
 
 
 class Text(NamedTuple):
@@ -192,8 +218,8 @@ def _checkpoints(
     json: bool,
 ) -> None:
     from skipless.diagnose.checkpoints import find_checkpoints, measure_checkpoints
-    from skipless.diagnose.loading import read_batches
     from skipless.diagnose.parts import check_free
+    from skipless.diagnose.texts import read_batches
     from skipless.log import say
 
     check_free(Path(out))
@@ -248,6 +274,8 @@ def _against(
 
 def cut_batches(batches: list, num_tokens: int) -> list:
     """The first batches, cut to whole sequences of `num_tokens` tokens together, at least one."""
+    if isinstance(batches[0], dict):
+        return batches[:1]  # images or sound
     found, left = [], num_tokens
     for batch in batches:
         pair = batch if isinstance(batch, tuple) else (batch,)

@@ -1,4 +1,4 @@
-"""What `skipless diagnose` is given: a run directory, a folder, a name; and text as batches.
+"""What `skipless diagnose` is given: a run directory, a folder, a name.
 
 Read by the command line; in Python `diagnose(model, batches)` takes any module and any batches.
 """
@@ -6,22 +6,15 @@ Read by the command line; in Python `diagnose(model, batches)` takes any module 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
 from skipless.errors import UserError, suggestion
 from skipless.rundir import CHECKPOINTS, CONFIG
-
-BATCH_SIZE = 4
-LEAST_TOKENS = 16
-_CHARACTERS = 12
-"""Characters of text read for a token that is wanted; English has 4 to 5 a token."""
 
 
 @dataclass(kw_only=True)
@@ -36,18 +29,24 @@ class Subject:
     """The longest sequence that the model takes."""
     run: Any = None
     """The `LoadedRun`, when it is one of ours."""
+    source: str = ""
+    """Folder or hub name, where a processor may lie beside the weights."""
 
 
-def load_subject(name: str) -> Subject:
+def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
     """The model that `name` names: a run directory, one of its checkpoints
     (RUN/checkpoint/step-N), a folder or hub name of Hugging Face's, a folder that `skipless patch`
-    wrote, or a model of `skipless models list`.
+    wrote, or a model of `skipless models list`. `layer_by_layer` reads blocks of a Hugging Face
+    folder as they are needed (streaming.py), as is done anyway where the file is larger than the
+    free memory.
 
-    Raises UserError for anything else.
+    Raises UserError for anything else, and for what cannot be read layer by layer.
     """
     path = Path(name)
     step = _checkpoint_step(path)
     if step is not None or path.is_dir() and (path / CONFIG).exists() and _is_run(path):
+        if layer_by_layer:
+            raise UserError(f"{name} is a run directory, read whole; leave out --layer-by-layer")
         from skipless.train import load_run, load_step
 
         run = load_run(path) if step is None else load_step(path.parent.parent, step)
@@ -64,11 +63,33 @@ def load_subject(name: str) -> Subject:
         ) from None
     transformers.utils.logging.disable_progress_bar()
     source = _find(name)
-    model = _load(source, transformers)
+    if layer_by_layer or _is_too_large(source):
+        model = _open_streamed(source)
+    else:
+        model = _load(source, transformers)
     return Subject(
         name=name, model=model.eval(), tokenizer=_tokenizer(source, transformers),
-        limit=_limit(model),
+        limit=_limit(model), source=source,
     )  # fmt: skip
+
+
+def _is_too_large(source: str) -> bool:
+    """Whether the weights are larger than the free memory, and not of a patched folder."""
+    folder, free = Path(source), free_bytes()
+    if not folder.is_dir() or free is None or file_bytes(folder) <= free:
+        return False
+    return not _is_patched(folder)
+
+
+def _open_streamed(source: str) -> nn.Module:
+    if not Path(source).is_dir():
+        raise UserError(
+            f"{source} is no folder, and layer by layer only folders are read; download it first "
+            f"(`hf download {source} --local-dir DIR`)"
+        )
+    if _is_patched(Path(source)):
+        raise UserError(f"{source} was patched and is read whole; leave out --layer-by-layer")
+    return open_streamed(source)
 
 
 def _is_run(path: Path) -> bool:
@@ -132,6 +153,10 @@ def _is_patched(path: Path) -> bool:
 
 
 def _tokenizer(source: str, transformers: Any) -> Any:
+    folder = Path(source)
+    names = ("tokenizer*", "vocab*", "merges*", "*.model")
+    if folder.is_dir() and not any(file for name in names for file in folder.glob(name)):
+        return None  # for some families transformers makes one without words
     try:
         return transformers.AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
@@ -158,120 +183,3 @@ class _Decoder:
 
     def decode(self, ids: list[int]) -> str:
         return self.inner.decode(ids, skip_special_tokens=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Text:
-    """Batches and what they are, in words."""
-
-    batches: list[Any]
-    about: str
-
-
-def read_batches(
-    subject: Subject, text: str | None, data: str | None, num_tokens: int, length: int | None
-) -> Text:
-    """`num_tokens` tokens of a file, a named source or, of a run, its held-out text.
-
-    Sequences have `length` tokens (default 512, or what the model takes). Raises UserError for no
-    text or two, a text shorter than one sequence of LEAST_TOKENS, a length beyond the model's,
-    a model without tokenizer, and one that takes no text.
-    """
-    if text is not None and data is not None:
-        raise UserError("--text and --data are both given; keep one of them")
-    main = getattr(subject.model, "main_input_name", "input_ids")
-    if main != "input_ids":
-        raise UserError(
-            f"{type(subject.model).__name__} takes {main} and no text; call "
-            "skipless.diagnose.diagnose(model, batches) in Python with dicts of its inputs "
-            "(docs/diagnose.md)"
-        )
-    if length is not None and subject.limit is not None and length > subject.limit:
-        raise UserError(
-            f"--sequence-length is {length} and {subject.name} takes {subject.limit} tokens at "
-            "most; give at most that"
-        )
-    length = length or min(512, subject.limit or 512)
-    if length < 2:
-        raise UserError("--sequence-length is 1; give at least 2 tokens, so that one is predicted")
-    if text is None and data is None:
-        if subject.run is None:
-            raise UserError(
-                f"there is no text to run {subject.name} on; give --text FILE, or --data NAME "
-                "(`skipless data list` shows names)"
-            )
-        from skipless.measure import held_out_batches
-
-        batches = held_out_batches(subject.run, num_tokens)
-        number = sum(ids.numel() for ids, _ in batches)
-        return Text(batches=batches, about=f"{number:,} tokens of the run's held-out text")
-    if subject.tokenizer is None:
-        raise UserError(
-            f"{subject.name} has no tokenizer beside its weights, so that text cannot be read; put "
-            "tokenizer.json there, or call skipless.diagnose.diagnose(model, batches) with token "
-            "ids in Python"
-        )
-    where = text or data or ""
-    return _cut(subject, where, _characters(where, text is not None, num_tokens * _CHARACTERS),
-                num_tokens, length)  # fmt: skip
-
-
-def _characters(where: str, is_file: bool, limit: int) -> str:
-    """The first `limit` characters of the documents."""
-    from skipless.config import DataConfig
-    from skipless.data import read_path
-    from skipless.data.preparing import resolve
-
-    documents = read_path(where) if is_file else resolve(where, DataConfig()).documents()
-    found, size = [], 0
-    for document in documents:
-        found.append(document.text)
-        size += len(document.text)
-        if size >= limit:
-            break
-    return "\n\n".join(found)[:limit]
-
-
-def _cut(subject: Subject, where: str, text: str, num_tokens: int, length: int) -> Text:
-    """Whole sequences of `length` tokens in batches; one shorter sequence if there is no more."""
-    sequences = list(islice(_sequences(subject, text, length), max(1, num_tokens // length)))
-    total = sum(map(len, sequences))
-    if total < LEAST_TOKENS:
-        raise UserError(
-            f"{where} has {total} tokens for {subject.name}; give a text of at least {LEAST_TOKENS}"
-        )
-    whole = [ids for ids in sequences if len(ids) == length] or sequences[:1]
-    batches: list[Tensor] = [
-        torch.tensor(whole[i : i + BATCH_SIZE]) for i in range(0, len(whole), BATCH_SIZE)
-    ]
-    about = f"{len(whole) * len(whole[0]):,} tokens of {where}"
-    if total < num_tokens and len(whole) * length < num_tokens:
-        about += f", all it has in sequences of {len(whole[0])}"
-    return Text(batches=list(batches), about=about)
-
-
-def _sequences(subject: Subject, text: str, length: int) -> Iterator[list[int]]:
-    """Sequences of at most `length` token ids, special tokens included where a model has them."""
-    if subject.run is not None:
-        ids = subject.tokenizer.inner.encode(text)
-        for start in range(0, len(ids), length):
-            yield ids[start : start + length]
-        return
-    tokenizer = subject.tokenizer
-    inside = length - tokenizer.num_special_tokens_to_add(pair=False)
-    if inside < 1:
-        raise UserError(f"--sequence-length is {length}; its special tokens alone need that much")
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    begin, end = _around(tokenizer)
-    for start in range(0, len(ids), inside):
-        yield [*begin, *ids[start : start + inside], *end]
-
-
-def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The special tokens that this tokenizer puts before and after a text, seen on a short one."""
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    for at in range(len(whole) - len(plain) + 1):
-        if whole[at : at + len(plain)] == plain:
-            return whole[:at], whole[at + len(plain) :]
-    return [], []

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.diagnose.loading import Subject, Text, read_batches
+from skipless.diagnose.loading import Subject
+from skipless.diagnose.texts import Text, read_batches
 from skipless.errors import UserError
 
 
