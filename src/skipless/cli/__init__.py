@@ -35,6 +35,7 @@ from skipless.cli.catalogs import data, list_, models, show
 from skipless.cli.convert import convert
 from skipless.cli.diagnosing import diagnose
 from skipless.cli.doctoring import doctor
+from skipless.cli.exporting import export
 from skipless.cli.measuring import eval_, probe, quantize, report
 from skipless.cli.slimming import fold, prune
 from skipless.cli.surgery import patch
@@ -54,6 +55,7 @@ GROUPS = {
         "prune": prune,
         "fold": fold,
     },
+    "Use models elsewhere": {"export": export},
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     name: function for commands in GROUPS.values() for name, function in commands.items()

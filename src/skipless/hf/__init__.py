@@ -8,8 +8,10 @@
 
 from skipless.hf.auto import PatchedConfig, register
 from skipless.hf.cache import QuantizedCache
+from skipless.hf.quantizer import register as register_quantizer
 from skipless.pretrained import fetch_model
 
 register()
+register_quantizer()
 
 __all__ = ["PatchedConfig", "QuantizedCache", "fetch_model", "register"]

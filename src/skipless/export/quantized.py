@@ -1,0 +1,192 @@
+"""A quantised model as a folder: `save_quantized`, and `load_quantized` to have it back.
+
+    model.safetensors   packed codes and scales (`quant.bits`), everything else as it was
+    config.json         the model's own, with `quantization_config`: scheme, scope, ranges
+
+Whole or not there: written under a temporary name and renamed, so that an interrupted save leaves
+the folder of before. A loaded model gives the same bits, simulated and on integers. transformers
+reads folders of its models itself after `import skipless.hf`; the layout "compressed-tensors" is
+for programs that know that package (vLLM, transformers), and says of activations only what it has
+words for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from skipless.config import ModelConfig
+from skipless.errors import UserError, check_choice
+from skipless.export.compressed_tensors import settings_of
+from skipless.jsonable import parse_json, read_text
+from skipless.model import Transformer
+from skipless.quant import quantization, to_integer
+from skipless.quant.saved import METHOD, is_packed, resume, saved_form
+from skipless.rundir import atomic_path
+
+LAYOUTS = ("skipless", "compressed-tensors")
+MODEL_TYPE = "skipless"
+_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+
+
+def save_quantized(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    layout: str = "skipless",
+    beside: Callable[[Path], Any] | None = None,
+) -> Path:
+    """Write a quantised model to `directory`; returns it.
+
+    `model` is ours or transformers', after `quantize`. `beside(folder)` writes what else belongs
+    there, such as `tokenizer.save_pretrained`. A folder that holds a quantised model
+    is replaced, in one step. Raises UserError for other folders, for what cannot be saved
+    (`quant.saved`), and when the disk refuses; nothing was then changed.
+    """
+    from safetensors.torch import save_file
+
+    check_choice("layout", layout, LAYOUTS)
+    path = Path(directory)
+    _check_free(path)
+    settings, form = None, "skipless"
+    if layout != "skipless":
+        settings, form = settings_of(model)
+    tensors, own = saved_form(model, form)
+    settings = settings or own
+    config = _config_of(model, settings)
+    with atomic_path(path) as temporary:
+        temporary.mkdir()
+        if isinstance(model, Transformer):
+            text = json.dumps(config, indent=2) + "\n"
+            (temporary / _CONFIG).write_text(text, encoding="utf-8")
+        else:
+            tensors = _untied(model, tensors)
+            _write_transformers_config(model, temporary, settings)
+        save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
+        if beside is not None:
+            beside(temporary)
+    return path
+
+
+def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
+    """The model of such a folder, in eval mode; with `integer` computed with integers.
+
+    Raises UserError for a folder that holds no quantised model, or a damaged one.
+    """
+    path = Path(directory)
+    config = _read_config(path)
+    if config.get("model_type") == MODEL_TYPE:
+        model = _load_ours(path, config)
+    else:
+        import transformers
+
+        import skipless.hf  # noqa: F401  teaches transformers the format
+
+        name = (config.get("architectures") or ["AutoModel"])[0]
+        cls = getattr(transformers, name, None)
+        if cls is None:
+            raise UserError(f"{path} holds a {name}, which this transformers does not have")
+        model = cls.from_pretrained(path, dtype="auto")
+    model.eval()
+    return to_integer(model) if integer else model
+
+
+def _load_ours(path: Path, config: dict[str, Any]) -> Transformer:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    settings = config["quantization_config"]
+    try:
+        tensors = load_file(path / _WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path / _WEIGHTS} cannot be read ({error}); save it again") from None
+    plain = {n: t for n, t in tensors.items() if not is_packed(n, settings)}
+    model = Transformer(ModelConfig.from_dict(config["model"], where="model."))
+    own = model.state_dict()
+    tied = {id(p): n for n, p in model.named_parameters()}
+    missing = set(tied.values()) - set(plain) - set(settings["weights"])
+    wrong = [n for n, t in plain.items() if n not in own or own[n].shape != t.shape]
+    if missing or wrong:
+        name = sorted(missing or wrong)[0]
+        raise UserError(f"{name} in {path} does not fit its config.json; save the model again")
+    dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None)
+    model.to(dtype)
+    model.load_state_dict(plain, strict=False)
+    resume(model, tensors, settings)
+    return model
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / _CONFIG
+    config = parse_json(read_text(file), where=str(file)) if file.is_file() else {}
+    settings = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
+        raise UserError(
+            f"{path} holds no model quantised by skipless; save one with save_quantized or "
+            "`skipless export`"
+        )
+    return config
+
+
+def _check_free(path: Path) -> None:
+    """UserError for a file, and for a folder of something else."""
+    if path.is_file():
+        raise UserError(f"{path} is a file; name a folder")
+    if not path.is_dir() or not any(path.iterdir()):
+        return
+    try:
+        config = parse_json(read_text(path / _CONFIG), where=_CONFIG)
+        method = config["quantization_config"]["quant_method"]
+    except (UserError, KeyError, TypeError):
+        method = None
+    if method not in LAYOUTS:
+        raise UserError(f"{path} holds something else; name a folder that does not exist")
+
+
+def _config_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(model, Transformer):
+        return {
+            "model_type": MODEL_TYPE, "architectures": [type(model).__name__],
+            "model": model.config.to_dict(), "quantization_config": settings,
+        }  # fmt: skip
+    if not any(cls.__name__ == "PreTrainedModel" for cls in type(model).__mro__):
+        raise UserError(
+            f"{type(model).__name__} is neither a skipless nor a transformers model; keep "
+            "skipless.quant.saved.saved_form(model) in a file of your own"
+        )
+    if type(model).__module__.partition(".")[0] != "transformers":
+        raise UserError(
+            f"{type(model).__name__} is changed or your own, and no stock transformers reads it; "
+            "unpatch(model) first, or keep skipless.quant.saved.saved_form(model)"
+        )
+    return {}
+
+
+def _write_transformers_config(model: Any, folder: Path, settings: dict[str, Any]) -> None:
+    model.config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
+    file = folder / _CONFIG
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    config["quantization_config"] = settings
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _untied(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Without the names that transformers ties to others when it loads."""
+    record = quantization(model)
+    assert record is not None, "saved_form has looked"
+    tied = getattr(model, "all_tied_weights_keys", None) or getattr(
+        model, "_tied_weights_keys", None
+    )
+    targets = set(tied or ()) if getattr(model.config, "tie_word_embeddings", True) else set()
+    kept = {weight.name for weight in record.weights}
+    sources = set((tied or {}).values()) if isinstance(tied, dict) else set()
+    present = set(tensors) | kept
+    return {n: t for n, t in tensors.items() if n not in targets or not sources & present}

@@ -1,0 +1,62 @@
+"""`skipless export`: a run and a Hugging Face folder as folders of packed integers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from skipless.cli import main
+from skipless.export import load_quantized
+from skipless.quant import quantization, quantize
+from skipless.train import load_run
+
+IDS = torch.arange(2, 18)[None]
+
+
+def test_a_run(tiny_run, tmp_path, capsys):
+    out = tmp_path / "packed"
+    words = ["export", str(tiny_run), "--scheme", "W4A8-w:channel", "--out", str(out), "--json"]
+    assert main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["num_bytes"] < said["full_bytes"] and said["path"] == str(out)
+    model = load_run(tiny_run).model
+    quantize(model, "W4A8-w:channel")
+    loaded = load_quantized(out)
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert torch.equal(loaded.generate(IDS, 4), model.generate(IDS, 4))
+    assert (out / "tokenizer.json").is_file()
+    assert main(words) == 2 and "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [["--scheme", "W8A8-static"], ["--scheme", "W4A8", "--method", "gptq"]]
+)
+def test_text_of_a_run_calibrates(tiny_run, tmp_path, capsys, more):
+    out = tmp_path / "packed"
+    assert main(["export", str(tiny_run), "--out", str(out), "--num-tokens", "256", *more]) == 0
+    assert "load_quantized reads it" in capsys.readouterr().out
+    record = quantization(load_quantized(out))
+    assert str(record.scheme) == more[1] and record.method == (more[3:] or ["rtn"])[0]
+
+
+def test_a_hugging_face_folder(tmp_path, capsys):
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                         num_attention_heads=4, vocab_size=61)  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "plain")
+    words = ["export", str(tmp_path / "plain"), "--scheme", "W8A8-w:channel"]
+    assert main([*words, "--out", str(tmp_path / "a")]) == 0
+    quantize(model, "W8A8-w:channel")
+    with torch.no_grad():
+        expected = model(IDS).logits
+        assert torch.equal(load_quantized(tmp_path / "a")(IDS).logits, expected)
+    out = str(tmp_path / "b")
+    assert main([*words, "--layout", "compressed-tensors", "--out", out]) == 0
+    assert "compressed-tensors reads it" in capsys.readouterr().out
+    assert main([*words, "--text", "x", "--out", str(tmp_path / "c")]) == 2
+    assert "leave the text out" in capsys.readouterr().err
