@@ -234,9 +234,15 @@ class RunDir:
         return run
 
     def config(self) -> RunConfig:
-        """The settings of this run."""
-        path = self / CONFIG
-        return from_json(RunConfig, read_text(path), where=str(path))
+        """The settings of this run. Raises UserError for what is none, a Hugging Face model say."""
+        text, where = read_text(self / CONFIG), str(self / CONFIG)
+        settings = parse_json(text, where=where)
+        if isinstance(settings, dict) and "model_type" in settings:
+            raise UserError(
+                f"{self.path} is a Hugging Face model and no run; `skipless diagnose {self.path}` "
+                "measures it, `skipless patch` and `skipless prune` change it"
+            )
+        return from_json(RunConfig, text, where=where)
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:

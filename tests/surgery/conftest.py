@@ -87,3 +87,28 @@ def tiny():
     """`tiny.build(name)`, `tiny.inputs(name)`, `tiny.logits(model, batch)`."""
     pytest.importorskip("transformers")
     return SimpleNamespace(build=build, inputs=inputs, logits=logits)
+
+
+@pytest.fixture(scope="session")
+def trained(tiny):
+    """`trained(family)`: a tiny decoder that has learned the sequences a little."""
+    import torch
+
+    from .sequences import batches
+
+    states = {}
+
+    def build(family):
+        model = tiny.build(family)
+        if family not in states:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            for step in range(60):
+                ids = batches(first=4 * step, count=1)[0]
+                model(ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states[family] = {k: v.clone() for k, v in model.state_dict().items()}
+        model.load_state_dict(states[family])
+        return model
+
+    return build

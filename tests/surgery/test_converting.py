@@ -4,59 +4,24 @@ import dataclasses
 import json
 import os
 import signal
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from skipless.cli import main
 from skipless.errors import UserError
 from skipless.evaluate import loss
 from skipless.surgery import connections, load, patch
 from skipless.surgery.conversion.converting import convert
-from skipless.surgery.conversion.distilling import divergence
-from skipless.surgery.conversion.fitting import RIDGES, Moments, fit_branch
 from skipless.surgery.conversion.results import Conversion
 from skipless.surgery.conversion.settings import ConversionConfig
 from skipless.surgery.conversion.skips import untrained_curves
 
+from .sequences import batches
+
 SHORT = ConversionConfig(steps_per_stage=6, fit_batches=4, lr=3e-3, warmup_steps=1)
 
 
-def batches(first=0, count=8):
-    """Sequences in which every token follows from the last two."""
-    rows = []
-    for start in range(first, first + 4 * count):
-        row = [3 + start % 37, 3 + (start * 5) % 37]
-        while len(row) < 16:
-            row.append(3 + (row[-1] * 2 + row[-2]) % 37)
-        rows.append(row)
-    return list(torch.tensor(rows).split(4))
-
-
 HELD_OUT = batches(first=1000, count=3)
-
-
-@pytest.fixture(scope="module")
-def trained(tiny):
-    """`trained(family)`: a tiny decoder that has learned the sequences a little."""
-    states = {}
-
-    def build(family):
-        model = tiny.build(family)
-        if family not in states:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            for step in range(60):
-                ids = batches(first=4 * step, count=1)[0]
-                model(ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            states[family] = {k: v.clone() for k, v in model.state_dict().items()}
-        model.load_state_dict(states[family])
-        return model
-
-    return build
 
 
 def logits(model):
@@ -69,69 +34,6 @@ def assert_same_weights(model, other):
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
-
-
-def test_divergence_is_the_equation():
-    generator = torch.Generator().manual_seed(0)
-    target, found = (torch.randn(2, 3, 7, generator=generator) for _ in range(2))
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-
-    def softmax(x):
-        x = np.exp(x - x.max(-1, keepdims=True))
-        return x / x.sum(-1, keepdims=True)
-
-    p, q = (softmax(x.double().numpy() / 2.5) for x in (target, found))
-    each = 2.5**2 * (p * np.log(p / q)).sum(-1)
-    assert float(divergence(target, found, 2.5)) == pytest.approx(each.mean(), rel=1e-5)
-    masked = (each * mask.numpy()).sum() / 3
-    assert float(divergence(target, found, 2.5, mask)) == pytest.approx(masked, rel=1e-5)
-    assert float(divergence(target, target)) == 0
-
-
-def test_moments_solve_the_ridge_regression():
-    generator = np.random.default_rng(0)
-    h, x, y = (generator.normal(size=(50, n)) for n in (6, 4, 4))
-    sums = Moments()
-    for part in np.split(np.arange(50), 5):
-        sums.add(*(torch.from_numpy(array[part]) for array in (h, x, y)))
-    w = 1 / (y**2).sum(-1, keepdims=True)
-    gram = h.T @ (w * h)
-    ridge = 0.1 * np.trace(gram) / 6
-    expected = np.linalg.solve(gram + ridge * np.eye(6), h.T @ (w * x))
-    (found,) = sums.solve([0.1])
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9)
-    left = (w * (h @ expected - x) ** 2).sum()
-    assert sums.error(found) == pytest.approx(left, rel=1e-9)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_fitted_branch_is_near_the_old_join(trained, family):
-    """An independent least-squares problem on the recorded tensors must not do much better."""
-    model: Any = patch(trained(family), "anneal", sites="mlp", layers=-1)
-    ((name, join),) = connections(model).items()
-    layer: Any = model.get_submodule(name.rpartition(".")[0])
-    linear = layer.mlp.down_proj if family == "llama" else layer.mlp.c_proj
-    seen = {}
-    linear.register_forward_pre_hook(lambda m, args: seen.update(h=args[0].flatten(0, 1).double()))
-    join.register_forward_hook(
-        lambda m, args, out: seen.update(x=args[0].flatten(0, 1).double(),
-                                         y=out.flatten(0, 1).double())
-    )  # fmt: skip
-    data = batches(count=16)
-    old = linear.weight.detach().clone()
-    left = fit_branch(model, join, linear, data)
-    new = linear.weight.detach().double()
-    change = (new - old.double()).T if family == "llama" else new - old.double()
-    with torch.no_grad():
-        linear.weight.copy_(old)
-        model(torch.cat(data))
-    weight = 1 / seen["y"].norm(dim=-1, keepdim=True)
-    h, x = seen["h"] * weight, seen["x"] * weight
-    if family == "llama":  # Conv1D has a bias besides, which the fit moved as well
-        best = torch.linalg.lstsq(h, x).solution
-        lower, found = ((h @ d - x).square().sum() / x.square().sum() for d in (best, change))
-        assert lower <= found < 1.2 * lower + 1e-3
-    assert 0 <= left < 1 and tuple(sorted(RIDGES)) == RIDGES
 
 
 @pytest.mark.parametrize("start", ["fit", "anneal"])
@@ -334,62 +236,3 @@ def test_mistakes_are_one_sentence(trained, tiny, tmp_path):
     (tmp_path / "taken" / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="exists already"):
         convert(model, batches(), HELD_OUT, SHORT, folder=tmp_path / "taken")
-
-
-def test_a_loss_that_fell_is_drawn_below_zero(tmp_path, monkeypatch):
-    """A logarithmic axis has no place for it, and must not show it as an increase."""
-    from matplotlib.axes import Axes
-
-    from skipless.report.conversion import draw_untrained
-
-    drawn = []
-    plot = Axes.plot
-    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: drawn.append(a) or plot(self, *a, **k))
-    rows = [{"share": 0.0, "loss": 5.0, "increase": 0.0},
-            {"share": 0.5, "loss": 4.9, "increase": -0.1}]  # fmt: skip
-    draw_untrained({"mlp": rows}, tmp_path / "curve.png")
-    assert [list(ys) for _, ys in drawn] == [[5.0, 4.9], [0.0, -0.1]]
-
-
-def test_sequences_are_as_long_as_the_model_sees(tiny, tmp_path):
-    from skipless.surgery.conversion.folders import TextSource
-
-    for family, length in (("llama", 32), ("gpt2", 32)):
-        tiny.build(family).save_pretrained(tmp_path / family)
-        assert TextSource(model=str(tmp_path / family), text=("sotu",)).length == length
-    assert (
-        TextSource(model="x", text=("sotu",), sequence_length=7).to_dict()["sequence_length"] == 7
-    )
-
-
-def test_the_command(tiny, text_file, cache, tmp_path, capsys):
-    from skipless.data import train_tokenizer
-
-    plain, out = tmp_path / "plain", tmp_path / "out"
-    tiny.build("llama", vocab_size=300).save_pretrained(plain)
-    words = ["convert", str(plain), "--text", str(text_file), "--sequence-length", "16",
-             "--held-out-tokens", "128", "--device", "cpu"]  # fmt: skip
-    train = [*words, "--distill", "--steps", "3", "--layers", "-1", "--out", str(out)]
-    assert main(train) == 2 and "holds no tokenizer.json" in capsys.readouterr().err
-    train_tokenizer([text_file.read_text()], 300, plain / "tokenizer.json")
-    assert main([*words, "--untrained", "--out", str(tmp_path / "un")]) == 0
-    said = capsys.readouterr().out
-    assert "attention" in said and "mlp" in said and (tmp_path / "un" / "untrained.png").exists()
-    assert main(train) == 0
-    said = capsys.readouterr().out
-    assert "1 of 4" in said and "2 of 4" in said and "unconverted" in said and str(out) in said
-    row = json.loads((out / "convert.json").read_text())["stages"][0]
-    assert f"{row['increase']:+.4f} ± {row['standard_error']:.4f}" in said
-    assert {"convert.json", "convert.png", "config.json", "tokenizer.json"} <= set(os.listdir(out))
-    assert len(connections(load(out))) == 2
-    for arguments, sentence in [
-        (train, "holds a finished conversion (2 of 4 skips removed"),
-        ([*train[:-1], str(tmp_path / "b"), "--loss-budget", "0", "--lr", "1"],
-         "the first stage costs"),
-        (["convert", str(out), "--out", str(tmp_path / "c")], "converted already"),
-        (["convert", str(plain)], "--out is missing"),
-        ([*train[:-1], str(tmp_path / "d"), "--sequence-length", "64"], "sees 32 tokens"),
-        ([*train[:-1], str(tmp_path / "e"), "--text", "nowhere.txt"], "nowhere.txt"),
-    ]:  # fmt: skip
-        assert main(arguments) == 2, arguments
-        assert sentence in capsys.readouterr().err

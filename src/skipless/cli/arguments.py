@@ -5,9 +5,11 @@ No torch here, so that a mistake in an argument is told at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -111,6 +113,24 @@ def split_settings(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
                 raise UserError(f"{word} has no value; write {word} VALUE")
         settings[name.replace("-", "_")] = value
     return rest, settings
+
+
+@contextlib.contextmanager
+def as_options(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors from inside, which name settings as Python does, name options instead.
+
+    `names`: setting, such as `convert.steps_per_stage` or `stacks=` -> what is typed, `--steps`.
+    """
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        for setting in sorted(names, key=len, reverse=True):  # the longest, of two that overlap
+            end = r"\b" if setting[-1].isalnum() else ""
+            text = re.sub(rf"(?<![\w./-]){re.escape(setting)}{end}", names[setting], text)
+        if text == str(error):
+            raise
+        raise UserError(text) from error
 
 
 def whole_number(flag: str, text: str | None) -> int | None:

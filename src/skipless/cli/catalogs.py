@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from skipless.cli.arguments import AsJson, Positional, Switch, option, read_config
+from skipless.cli.arguments import (
+    AsJson,
+    Positional,
+    Switch,
+    as_options,
+    option,
+    read_config,
+)
 from skipless.cli.terminal import print_json
 from skipless.errors import UserError, suggestion
 
@@ -81,6 +88,7 @@ def data(
     from skipless.config import DataConfig
 
     if action == "list":
+        _takes_no_names("data", names)
         rows = room.sources()
         if json:
             print_json(rows)
@@ -94,7 +102,8 @@ def data(
         results = [room.fetch(name) for name in names]
         print_json(results) if json else [print(r["summary"]) for r in results]
         return
-    prepared = room.prepare(DataConfig(sources=names), vocab_size)
+    with as_options({"vocab_size": "--vocab-size"}):
+        prepared = room.prepare(DataConfig(sources=names), vocab_size)
     print(prepared.describe())
 
 
@@ -117,6 +126,7 @@ def models(
     from skipless import pretrained
 
     if action == "list":
+        _takes_no_names("models", names)
         rows = pretrained.models()
         if json:
             print_json(rows)
@@ -134,3 +144,11 @@ def models(
         return
     for name, path in found.items():
         print(f"{name}: {path}")
+
+
+def _takes_no_names(command: str, names: tuple[str, ...]) -> None:
+    if names:
+        raise UserError(
+            f"{command} list takes no names, and got {' '.join(names)}; `skipless {command} list` "
+            f"shows all, `skipless {command} get {names[0]}` fetches one"
+        )

@@ -5,10 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skipless.cli.arguments import AsJson, Switch, new_folder, option
+from skipless.cli.arguments import AsJson, Switch, as_options, new_folder, option
 from skipless.cli.surgery import Model
 from skipless.cli.terminal import aligned, print_json
 from skipless.errors import UserError
+
+_SETTINGS = (
+    "to", "distill", "cross_entropy", "sites", "layers", "order", "skips_per_stage",
+    "steps_per_stage", "start", "fit_batches", "lr", "train", "temperature", "loss_budget", "text",
+    "sequence_length", "batch_size", "held_out_tokens", "model_name",
+)  # fmt: skip
+_OPTIONS = {name: "--" + name.replace("_", "-") for name in _SETTINGS} | {
+    "steps_per_stage": "--steps", "model_name": "MODEL", "cross_entropy": "--distill",
+}  # fmt: skip
+NAMES = {
+    "start 'anneal'": "--start anneal",
+    **{f"convert.{name}": option for name, option in _OPTIONS.items()},
+    **{f"({name} is": f"({option} is" for name, option in _OPTIONS.items()},
+    **{name: option for name, option in _OPTIONS.items() if "_" in name},
+}  # fmt: skip
+"""What errors call a setting, and what it is called here."""
 
 
 def convert(
@@ -83,27 +99,31 @@ def convert(
     from skipless.surgery.conversion.folders import TextSource, convert_folder, measure_untrained
     from skipless.surgery.conversion.settings import SITES, ConversionConfig
 
-    config = ConversionConfig(
-        to=to, sites=sites or SITES, layers=layers, order=order, skips_per_stage=skips_per_stage,
-        steps_per_stage=steps, start=start, fit_batches=fit_batches, lr=lr, train=train,
-        distill=float(distill), cross_entropy=float(not distill), temperature=temperature,
-        loss_budget=loss_budget,
-    )  # fmt: skip
-    source = TextSource(
-        model=model, text=text, sequence_length=sequence_length, batch_size=batch_size,
-        held_out_tokens=held_out_tokens, device=device,
-    )  # fmt: skip
+    def draw(found: Any) -> None:
+        label = ", ".join(sites) or "all skips"
+        draw_conversions({label: found.to_dict()}, path / "convert.png")
+
+    with as_options(NAMES):
+        config = ConversionConfig(
+            to=to, sites=sites or SITES, layers=layers, order=order,
+            skips_per_stage=skips_per_stage, steps_per_stage=steps, start=start,
+            fit_batches=fit_batches, lr=lr, train=train, distill=float(distill),
+            cross_entropy=float(not distill), temperature=temperature, loss_budget=loss_budget,
+        )  # fmt: skip
+        source = TextSource(
+            model=model, text=text, sequence_length=sequence_length, batch_size=batch_size,
+            held_out_tokens=held_out_tokens, device=device,
+        )  # fmt: skip
+        if untrained:
+            measured = measure_untrained(source, config)
+        else:
+            record = convert_folder(source, path, config, draw).to_dict()
     if untrained:
-        curves = {
-            site: [row.to_dict() for row in rows]
-            for site, rows in measure_untrained(source, config).items()
-        }
+        curves = {site: [row.to_dict() for row in rows] for site, rows in measured.items()}
         if out is not None:
             draw_untrained(curves, path / "untrained.png")
         print_json(curves) if json else print(*_curve_lines(curves), sep="\n")
         return
-    record = convert_folder(source, path, config).to_dict()
-    draw_conversions({", ".join(sites) or "all skips": record}, path / "convert.png")
     if json:
         print_json(record)
         return

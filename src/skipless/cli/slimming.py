@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from skipless.cli.arguments import AsJson, Positional, Switch, new_folder, option, whole_number
+from skipless.cli.arguments import (
+    AsJson,
+    Positional,
+    Switch,
+    as_options,
+    new_folder,
+    option,
+    whole_number,
+)
 from skipless.cli.surgery import NewFolder
 from skipless.cli.terminal import print_json
 from skipless.errors import UserError
@@ -60,10 +68,11 @@ def prune(
     tokens = _tokens(num_tokens)
     from skipless.surgery.slimming.folders import prune_folder
 
-    done = prune_folder(
-        model, path, text=text, tolerance=tolerance, loss_budget=loss_budget, unit=unit,
-        num_tokens=tokens,
-    )  # fmt: skip
+    with as_options({"unit='sublayer'": "--unit sublayer"}):
+        done = prune_folder(
+            model, path, text=text, tolerance=tolerance, loss_budget=loss_budget, unit=unit,
+            num_tokens=tokens,
+        )  # fmt: skip
     pruned = done.pruned
     if json:
         print_json({
@@ -109,7 +118,8 @@ def fold(
     tokens = _tokens(num_tokens)
     from skipless.surgery.slimming.folders import fold_folder
 
-    done = fold_folder(model, path, text=text, norm_gains=norm_gains, num_tokens=tokens)
+    with as_options({"try norm_gains=False": "leave --norm-gains out"}):
+        done = fold_folder(model, path, text=text, norm_gains=norm_gains, num_tokens=tokens)
     folded = done.folded
     if json:
         print_json({

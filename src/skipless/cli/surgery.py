@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from skipless.cli.arguments import AsJson, Positional, new_folder, option
+from skipless.cli.arguments import AsJson, Positional, as_options, new_folder, option
 from skipless.cli.terminal import print_json
 
 Model = Annotated[
@@ -38,12 +38,13 @@ def patch(
             (all start as the plain skip and change nothing yet) or none.
         sites: sublayers whose skip is replaced.
         layers: their numbers, negative ones from the end.
-        stacks: part of the name of a stack, such as encoder or vision_model, where there are more.
+        stacks: part of the name of a stack, such as encoder or vision, where there are more.
     """
     path = new_folder(out)
     from skipless.surgery.folders import patch_folder
 
-    done = patch_folder(model, path, connection, sites=sites, layers=layers, stacks=stacks)
+    with as_options({"stacks=": "--stacks", "connection kind": "--connection"}):
+        done = patch_folder(model, path, connection, sites=sites, layers=layers, stacks=stacks)
     if json:
         print_json({
             "path": str(done.path), "model": done.model, "num_parameters": done.num_parameters,

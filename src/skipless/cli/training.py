@@ -9,6 +9,7 @@ from skipless.cli.arguments import (
     Positional,
     Settings,
     Switch,
+    as_options,
     check_out,
     interruption,
     option,
@@ -148,15 +149,18 @@ def compare_connections(
     check_out(out)
     from skipless import connections
 
-    path = connections.compare_connections(
-        layers=layers,
-        seeds=seeds,
-        kinds=kinds,
-        tasks=tasks or connections.TASKS,
-        out=out,
-        jobs=jobs,
-        fast=fast,
-        settings=overrides,
-    )
+    with as_options(
+        {"connection kind": "--kinds", "task is": "--tasks is", "train.seed": "--seeds"}
+    ):
+        path = connections.compare_connections(
+            layers=layers,
+            seeds=seeds,
+            kinds=kinds,
+            tasks=tasks or connections.TASKS,
+            out=out,
+            jobs=jobs,
+            fast=fast,
+            settings=overrides,
+        )
     print(path.with_suffix(".md").read_text())
     print(f"{path}  (beside it {path.stem}.json, {path.stem}.md and figures, {path.stem}-*.png)")

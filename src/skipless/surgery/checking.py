@@ -43,7 +43,7 @@ def check_finite(model: nn.Module, where: str = "") -> None:
         if bool(broken.any()):
             index, *more = broken.nonzero().tolist()
             value = float(parameter.detach()[tuple(index)])
-            others = f" (and {len(more):,} others are not finite)" if more else ""
+            others = f" (and {len(more):,} more)" if more else ""
             raise UserError(
                 f"{where or type(model).__name__} computes no numbers: {name} is {value} at "
                 f"{index}{others}; get its weights anew"

@@ -11,7 +11,7 @@ Read by `converting.py` and `stages.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.rundir import CHECKPOINTS, RunDir, remove
+from skipless.rundir import CHECKPOINTS, LOCK, RunDir, remove
 from skipless.surgery.conversion.results import RECORD_FILE, Conversion, Stage
 from skipless.surgery.conversion.settings import ConversionConfig
 from skipless.train import checkpoint
@@ -50,7 +50,7 @@ def check_folder(path: Path, config: ConversionConfig, source: dict[str, Any]) -
 
     Nothing is changed.
     """
-    if not path.exists() or (path.is_dir() and not {p.name for p in path.iterdir()} - {".lock"}):
+    if not path.exists() or (path.is_dir() and not {p.name for p in path.iterdir()} - {LOCK}):
         return
     found = RunDir(path).read_json(RECORD_FILE) if path.is_dir() else None
     if found is None:
@@ -83,9 +83,15 @@ def keeping(
         return
     run = RunDir(folder)
     check_folder(run.path, config, source)
+    made = not run.path.exists()
     with run.lock():
         check_folder(run.path, config, source)  # another process may have been here meanwhile
-        yield Keeper(run, config)
+        try:
+            yield Keeper(run, config)
+        finally:
+            if made and [entry.name for entry in run.path.iterdir()] == [LOCK]:
+                with suppress(OSError):  # Windows does not remove what is open
+                    remove(run.path)  # nothing was kept: a mistake was told first
 
 
 class Keeper:

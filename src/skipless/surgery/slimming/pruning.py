@@ -24,6 +24,7 @@ from skipless.evaluate import loss as language_loss
 from skipless.evaluate.losses import as_list
 from skipless.log import console
 from skipless.model import Connection
+from skipless.surgery.checking import check_finite
 from skipless.surgery.slimming.removal import Size, remove, size_of
 from skipless.surgery.slimming.shares import Share, candidates, layer_names, measure_shares
 from skipless.surgery.slimming.trials import Trials
@@ -139,8 +140,14 @@ def prune(
         )
     if tolerance is None and loss_budget is None:
         tolerance = TOLERANCE
+    check_finite(model)
     named = candidates(model)
     groups = _groups(model, named, unit)
+    if len(groups) == 1 and set(named) >= set(layer_names(model)):
+        raise UserError(
+            f"{next(iter(groups))} is the last {unit} that {type(model).__name__} has, so nothing "
+            "can go; prune a larger model"
+        )
     single = measure_shares(model, named, batches)
     found = {name: _largest(single[part] for part in parts) for name, parts in groups.items()}
     trials = Trials(model, batches, groups, loss)

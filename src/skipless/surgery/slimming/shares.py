@@ -120,13 +120,16 @@ def _branch_weight(module: Connection) -> Tensor:
 
 
 def layer_names(model: nn.Module) -> dict[str, str]:
-    """Name of the layer that every connection stands in."""
+    """Name of the layer that every sublayer stands in, by the sublayer's connection; those that
+    were dropped before are left out."""
     if isinstance(model, Transformer):
         named = (n for n, m in model.named_modules() if isinstance(m, Connection))
         return {name: name.rpartition(".")[0] for name in named}
+    gone = {name for name, module in connections(model).items() if is_absent(module.config)}
     return {
         layer.path(join): layer.name
         for stack in find_stacks(model)
         for layer in stack.layers
         for join in layer.joins
+        if layer.path(join) not in gone
     }
