@@ -42,28 +42,47 @@ def test_compiled_and_torch_agree(compiled, n, width):
 def test_it_is_used(compiled):
     called = []
 
-    def spy(rows, steps):
-        called.append(len(steps))
-        return compiled(rows, steps)
+    def spy(rows, levels):
+        called.append(levels)
+        return compiled(rows, levels)
 
     seen = Outliers((4, 8), fused=spy)
     seen.update(torch.randn(9, 4))
     seen.update(torch.zeros(9, 4))  # no range to round over
-    assert called == [2] and seen.count == 18
+    assert called == [[7, 127]] * 2 and seen.count == 18
     x = torch.randn(6, 4)
     x[2, 1] = math.nan
-    assert seen.update(x).nonfinite == 1 and called == [2, 2]
+    assert seen.update(x).nonfinite == 1 and len(called) == 4 and seen.count == 23
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 37])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_seen_wherever_it_stands(compiled, width, value):
+    x = torch.randn(6, width)
+    assert torch.equal(compiled(x, [127]).largest, x.abs().amax(1))
+    for place in range(width):
+        broken = x.clone()
+        broken[4, place] = value
+        found = compiled(broken, [127])
+        assert found.sums is None and not found.largest[4].isfinite()
+        assert torch.equal(found.largest[:4], x[:4].abs().amax(1))
+
+
+def test_zeros_and_tiny_numbers_round_to_nothing(compiled):
+    for x in (torch.zeros(5, 9), torch.full((5, 9), 1e-45)):  # the smallest float32
+        _, _, noise = compiled(x, [127]).sums
+        assert torch.equal(noise, torch.zeros(1, 5))
 
 
 def test_other_dtypes_are_left_to_torch():
-    assert kernel.fused_sums(torch.randn(3, 4, dtype=torch.float64), [1.0]) is None
-    assert kernel.fused_sums(torch.randn(3, 4, dtype=torch.bfloat16), [1.0]) is None
+    assert kernel.fused_sums(torch.randn(3, 4, dtype=torch.float64), [1]) is None
+    assert kernel.fused_sums(torch.randn(3, 4, dtype=torch.bfloat16), [1]) is None
 
 
 def test_without_a_compiler_torch_does_it(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     kernel.load.cache_clear()
     try:
-        assert kernel.load() is None and kernel.fused_sums(torch.randn(3, 4), [1.0]) is None
+        assert kernel.load() is None and kernel.fused_sums(torch.randn(3, 4), [1]) is None
     finally:
         kernel.load.cache_clear()

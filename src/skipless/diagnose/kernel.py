@@ -1,8 +1,8 @@
-"""The sums of the one pass in C++ (kernels/sums.cpp): powers and rounding noise, fused (S1, S3).
+"""The one pass in C++ (kernels/sums.cpp): largest values, powers and rounding noise (S1, S3).
 
 Compiled on first use, like the integer kernel and into the same folder of the cache; without a
 compiler, for other dtypes than float32 and away from the CPU `fused_sums` gives None, and torch
-does the same, some five times slower. Read by `collect.py`.
+does the same, several times slower. Read by `collect.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from skipless.data import cache_dir
 from skipless.errors import UserError
 from skipless.locking import locked
+from skipless.probes.outliers import Fused
 from skipless.quant.building import find_compiler, supported_levels
 from skipless.rundir import atomic_path
 
@@ -32,7 +33,7 @@ _LEVELS = {
 }
 
 
-def fused_sums(rows: Tensor, steps: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
+def fused_sums(rows: Tensor, levels: list[int]) -> Fused | None:
     """`probes.outliers.Fused` of float32 rows [n, D] on the CPU; None where it does not apply."""
     if rows.dtype != torch.float32 or rows.device.type != "cpu":
         return None
@@ -41,15 +42,16 @@ def fused_sums(rows: Tensor, steps: list[float]) -> tuple[Tensor, Tensor, Tensor
         return None
     rows = rows.contiguous()
     n, width = rows.shape
+    largest = torch.empty(n)
     channels = torch.zeros(4, width, dtype=torch.float64)
     tokens = torch.empty(4, n, dtype=torch.float64)
-    noise = torch.empty(len(steps), n)
-    sizes = torch.tensor(steps, dtype=torch.float32)
-    kernel(
-        rows.data_ptr(), n, width, sizes.data_ptr(), len(steps), channels.data_ptr(),
-        tokens.data_ptr(), noise.data_ptr(),
+    noise = torch.empty(len(levels), n)
+    counts = torch.tensor(levels, dtype=torch.float64)
+    finite = kernel(
+        rows.data_ptr(), n, width, counts.data_ptr(), len(levels), largest.data_ptr(),
+        channels.data_ptr(), tokens.data_ptr(), noise.data_ptr(),
     )  # fmt: skip
-    return channels, tokens, noise
+    return Fused(largest, (channels, tokens, noise) if finite else None)
 
 
 @lru_cache(maxsize=1)
@@ -60,8 +62,8 @@ def load() -> Any:
     except (UserError, OSError, AttributeError, subprocess.SubprocessError):
         return None
     address, size = ctypes.c_void_p, ctypes.c_int64
-    function.restype = None
-    function.argtypes = [address, size, size, address, size, address, address, address]
+    function.restype = ctypes.c_int
+    function.argtypes = [address, size, size, address, size, *[address] * 4]
     return function
 
 

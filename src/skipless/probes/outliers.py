@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,18 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 / golden ratio as a signed number, the step of Weyl sequences and of splitmix64."""
 
 
-Fused = Callable[[Tensor, list[float]], tuple[Tensor, Tensor, Tensor] | None]
-"""(rows, steps) -> sums of powers 1 to 4 by channel [4, D] and by token [4, n], float64, and the
-sum of (round(x / step) - x / step)^2 by token [steps, n]; None where it does not apply."""
+class Fused(NamedTuple):
+    """What compiled code gives of rows [n, D]; `sums` None where a value is not finite."""
+
+    largest: Tensor
+    """Largest |x| of each row [n], NaN or infinity where it holds one."""
+    sums: tuple[Tensor, Tensor, Tensor] | None
+    """Sums of powers 1 to 4 by channel [4, D] and by token [4, n], float64; and the sum of
+    (round(x / step) - x / step)^2 by token [levels, n], where step = largest of all / level."""
+
+
+Compiled = Callable[[Tensor, list[int]], Fused | None]
+"""(rows, levels) -> the same; None where it does not apply."""
 
 
 class Kept(NamedTuple):
@@ -94,7 +104,7 @@ class Outliers:
         *,
         num_extreme: int = NUM_EXTREME,
         num_sampled: int = NUM_SAMPLED,
-        fused: Fused | None = None,
+        fused: Compiled | None = None,
     ) -> None:
         """`fused` does the sums in compiled code; without it torch does, five times slower."""
         self.num_extreme, self.num_sampled, self.fused = num_extreme, num_sampled, fused
@@ -110,43 +120,46 @@ class Outliers:
         """
         flat = x.detach().reshape(-1, x.shape[-1]) if x.dim() > 1 else x.detach().reshape(1, -1)
         flat = flat.cpu() if flat.device.type == "mps" else flat
-        numbers = torch.arange(first, first + len(flat), device=flat.device)
+        span, moments = (first, len(flat), str(flat.device)), Moments()
+        numbers, keys = _numbered(*span)
         if mask is not None:
             keep = mask.reshape(-1).to(device=flat.device, dtype=torch.bool)
-            flat, numbers = flat[keep], numbers[keep]
+            flat, numbers, keys = flat[keep], numbers[keep], keys[keep]
         if flat.numel() == 0:
-            return Moments()
-        moments = Moments()
-        largest = flat.abs().amax(1)
-        if not bool(largest.isfinite().all()):
+            return moments
+        found = self._compiled(flat)
+        largest = flat.abs().amax(1) if found is None else found.largest
+        if not math.isfinite(float(largest.amax())):
             broken = ~torch.isfinite(flat)
             moments.nonfinite = int(broken.sum())
             good = ~broken.any(1)
-            flat, numbers, largest = flat[good], numbers[good], largest[good]
+            flat, numbers, keys, largest = flat[good], numbers[good], keys[good], largest[good]
             if flat.numel() == 0:
                 return moments
-        sums = self._compiled(flat, largest.amax())
-        if sums is None:
-            visit, finish = self._rounding(flat, float(largest.amax()))
-            sums = row_sums(flat, visit)
-            finish(sums)
+            found = self._compiled(flat)
+        sums = self._sums(flat, largest.amax(), found)
         self.count += len(flat)
         self.extreme = _smallest(
             self.extreme, flat, -largest.float(), numbers, self.num_extreme
         )  # fmt: skip
-        self.sample = _smallest(self.sample, flat, _keys(numbers), numbers, self.num_sampled)
+        self.sample = _smallest(self.sample, flat, keys, numbers, self.num_sampled)
         return moments.merge(sums.moments())
 
-    def _compiled(self, rows: Tensor, largest: Tensor) -> RowSums | None:
-        """Sums and noise by the fused function; None where there is none or it does not apply."""
-        if self.fused is None or float(largest) == 0:
-            return None
-        steps = {bits: float(largest) / (2 ** (bits - 1) - 1) for bits in self.noise}
-        found = self.fused(rows, list(steps.values()))
-        if found is None:
-            return None
-        channels, tokens, noise = found
+    def _compiled(self, rows: Tensor) -> Fused | None:
+        """What the compiled function gives; None where there is none or it does not apply."""
+        levels = [2 ** (bits - 1) - 1 for bits in self.noise]
+        return None if self.fused is None else self.fused(rows, levels)
+
+    def _sums(self, rows: Tensor, largest: Tensor, found: Fused | None) -> RowSums:
+        """Sums of finite rows, their noise added; taken from `found` where it is there."""
+        if found is None or found.sums is None:
+            visit, finish = self._rounding(rows, float(largest))
+            sums = row_sums(rows, visit)
+            finish(sums)
+            return sums
+        channels, tokens, noise = found.sums
         sums = from_powers(rows, channels, tokens, largest)
+        steps = {bits: float(largest) / (2 ** (bits - 1) - 1) for bits in self.noise}
         scaled = zip(steps.items(), noise, strict=True)
         self._add({bits: each.to(F64) * step**2 for (bits, step), each in scaled}, sums.energy)
         return sums
@@ -228,16 +241,30 @@ def _smallest(
 ) -> Kept:  # fmt: skip
     """The `limit` tokens with the smallest `order` among those kept and new."""
     chosen = order.topk(min(limit, len(order)), largest=False).indices
-    new = Kept(rows[chosen].cpu(), order[chosen].cpu(), number[chosen].cpu())
-    if kept is not None:
-        rows, order, number = (torch.cat(pair) for pair in zip(kept, new, strict=True))
-        new = Kept(rows, order, number)
-    if len(new.order) > limit:
+    if kept is None:
+        return Kept(rows[chosen].cpu(), order[chosen].cpu(), number[chosen].cpu())
+    orders = torch.cat([kept.order, order[chosen].cpu()])
+    numbers = torch.cat([kept.number, number[chosen].cpu()])
+    if len(orders) > limit:
         # Ties go to the earlier token, so that the order of merging does not matter.
-        first = torch.argsort(new.number, stable=True)
-        best = first[torch.argsort(new.order[first], stable=True)[:limit]]
-        new = Kept(new.rows[best], new.order[best], new.number[best])
-    return new
+        first = torch.argsort(numbers, stable=True)
+        best = first[torch.argsort(orders[first], stable=True)[:limit]]
+    else:
+        best = torch.arange(len(orders))
+    new = best >= len(kept.order)
+    # Rows are wide, so that those which go are not copied first.
+    found = kept.rows.new_empty(len(best), rows.shape[1])
+    found[~new] = kept.rows[best[~new]]
+    at = best[new] - len(kept.order)
+    found[new] = rows[chosen[at.to(chosen.device)]].cpu()
+    return Kept(found, orders[best], numbers[best])
+
+
+@lru_cache(maxsize=4)
+def _numbered(first: int, count: int, device: str) -> tuple[Tensor, Tensor]:
+    """Token numbers from `first` on and their keys; every tensor of a batch has the same."""
+    numbers = torch.arange(first, first + count, device=device)
+    return numbers, _keys(numbers)
 
 
 def _keys(number: Tensor) -> Tensor:
