@@ -158,6 +158,7 @@ def tiny_llama(path: Path) -> Path:
 def put_in_place(name: str, words: list[str], copy_run) -> None:
     """Make the runs and settings files that a command reads."""
     for place, word in enumerate(words):
+        word = word.partition("/checkpoint/")[0]
         reads = name in READERS or (name == "train" and place == 0)
         if reads and word.startswith("runs/") and not Path(word).suffix:
             if "*" in word:

@@ -1,5 +1,7 @@
 """Tiny models for the diagnosis: one with planted outliers, one saved with a tokenizer."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -84,4 +86,17 @@ def saved(tmp_path_factory):
     tokenizer.train_from_iterator(["the king said my lord come and go"] * 9, trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder / "model")
     (folder / "text.txt").write_text("The king said: <b>my lord</b>, come and go. " * 60)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def changed(saved, tmp_path_factory):
+    """The saved Llama with a channel of one MLP blown up."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("changed") / "model"
+    shutil.copytree(saved / "model", folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3] *= 100
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

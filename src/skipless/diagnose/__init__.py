@@ -17,6 +17,7 @@ parts.py        finished parts on disk
 running.py      the order of all that: start here
 result.py       Diagnosis: tables, ten lines
 plots.py, page.py, writing.py    figures, one HTML page, all files
+checkpoints.py  several steps of one training by the same pass
 comparison/     two models, site by site
 loading.py      a run directory, a folder, a name: model and batches for the command line
 """
@@ -25,6 +26,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from skipless.diagnose.checkpoints import measure_checkpoints
 from skipless.diagnose.comparison import Difference, compare, compare_diagnoses, read_diagnosis
 from skipless.diagnose.result import Diagnosis
 from skipless.diagnose.running import diagnose
@@ -35,6 +37,7 @@ __all__ = [
     "compare",
     "compare_diagnoses",
     "diagnose",
+    "measure_checkpoints",
     "read_diagnosis",
 ]
 

@@ -69,8 +69,8 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
     by_channel, ordinary = weights @ energy, weights[~giant] @ energy[~giant]
     return {
         "num_channels": len(channels),
-        "all_channels": sorted(channels),
-        "all_tokens": sorted(int(numbers[i]) for i in named),
+        "all_channels": channels,
+        "all_tokens": [int(numbers[i]) for i in named],
         "channels": [
             {"channel": j, "level": float(level[j]), "times": float(level[j]) / usual,
              "share": float(by_channel[j]) / total}

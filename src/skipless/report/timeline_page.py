@@ -31,6 +31,8 @@ SERIES = (
     Series("training loss", RESIDUAL, "Muon"),
     Series("held-out loss", RESIDUAL_FREE, "KL-Shampoo"),
 )
+MAX_ROWS = 1000
+"""Rows of the page's table: a large model has ten thousand."""
 GLOSSARY = {
     "Site": "An input or output of one module; the model's input is at the top of a map.",
     "Excess kurtosis": "How heavy the tails are over all tokens and channels: 0 for a Gaussian, "
@@ -141,7 +143,7 @@ def page_text(timeline: Timeline, figures: Sequence[Figure]) -> str:
 
 def _moves(timeline: Timeline) -> str:
     body = []
-    for move in timeline.moves:
+    for move in timeline.moves[:MAX_ROWS]:
         what = quantity(move["key"])
         assert what is not None, "only followed keys are mapped"
         body.append([
@@ -153,4 +155,10 @@ def _moves(timeline: Timeline) -> str:
         ])  # fmt: skip
     head = ["site", "quantity", "moved (orders of magnitude)", "first", "last", "smallest",
             "largest", "most from step", "to step", "before", "after"]  # fmt: skip
-    return sortable(head, body)
+    number_left = len(timeline.moves) - len(body)
+    note = (
+        f"<p class=quiet>The {len(body):,} that moved most; {number_left:,} more are in the CSV "
+        "file.</p>"
+        if number_left else ""
+    )  # fmt: skip
+    return note + sortable(head, body)

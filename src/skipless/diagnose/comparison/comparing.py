@@ -65,7 +65,8 @@ def compare(
     tables = {}
     with evaluation_mode(a), evaluation_mode(b):
         for part, model in (("a", a), ("b", b)):
-            say(f"sites of {names[part == 'b']}")
+            if parts.known(part) is None:
+                say(f"sites of {names[part == 'b']}")
             tables[part] = parts.get(
                 part,
                 lambda model=model: site_rows(
