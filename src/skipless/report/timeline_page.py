@@ -115,7 +115,7 @@ def _losses(timeline: Timeline) -> Figure | None:
             if points and any(math.isfinite(y) for _, y in points):
                 pen.line(panel, row, [float(x) for x, _ in points], [y for _, y in points],
                          markers=len(points) < 40)  # fmt: skip
-        panel.set(xlabel="optimiser step", ylabel="loss (nats)")
+        panel.set(xlabel="optimiser step", ylabel="loss (as logged)")
         if panel in pen.panels:
             log_scale_if_wide(panel)
 

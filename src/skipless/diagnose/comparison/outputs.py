@@ -180,12 +180,16 @@ def parameter_rows(a: nn.Module, b: nn.Module) -> tuple[list[dict[str, Any]], li
         if other.shape != mine.shape:
             shapes.append(f"{name} ({tuple(mine.shape)} and {tuple(other.shape)})")
             continue
-        x, y = mine.double().cpu(), other.double().cpu()
-        size = float(x.norm())
-        moments = [batch_moments(w.detach().cpu()).summary() for w in (mine, other)]
+        x, y = mine.detach().cpu(), other.detach().cpu()
+        wide = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
+        size, apart = (
+            float(torch.linalg.vector_norm(w, dtype=torch.float64))
+            for w in (x, y.to(wide) - x.to(wide))
+        )
+        moments = [batch_moments(w).summary() for w in (x, y)]
         rows.append({
             "site": name, "shape": list(mine.shape),
-            "distance": float((y - x).norm()) / size if size > 0 else None,
+            "distance": apart / size if size > 0 else None,
             **{key: tuple(m[key] for m in moments) for key in ("kurtosis", "max_over_std")},
         })  # fmt: skip
     missing = []
