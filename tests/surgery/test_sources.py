@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from skipless.cli import main
+from skipless.diagnose.loading import load_subject
 from skipless.errors import UserError
 from skipless.surgery import connections, convert, fold, load, patch, prune
 from skipless.surgery.reading import read_model
@@ -61,6 +62,8 @@ def test_more_layers_in_the_file_than_in_the_config(tiny, family, fewer, where, 
     sentence = f"holds 2 layers in {where} and its config.json counts 1"
     with pytest.raises(UserError, match=sentence):
         read_model(count_less(tmp_path / "plain", **fewer))
+    with pytest.raises(UserError, match=sentence):
+        load_subject(str(tmp_path / "plain"))  # what diagnose and doctor read
     with pytest.raises(UserError, match=sentence):
         load(count_less(tmp_path / "patched", **fewer))
 

@@ -127,6 +127,8 @@ def _load(source: str, transformers: Any) -> Any:
         from skipless.surgery import load
 
         return load(source)
+    from skipless.surgery.reading import check_layers
+
     try:
         config = transformers.AutoConfig.from_pretrained(source)
         names = config.architectures or ["AutoModel"]
@@ -135,7 +137,9 @@ def _load(source: str, transformers: Any) -> Any:
             raise UserError(
                 f"{source} holds a {names[0]}, which this version of transformers does not have"
             )
-        return cls.from_pretrained(source)
+        model, report = cls.from_pretrained(source, output_loading_info=True)
+        check_layers(source, model, report["unexpected_keys"])
+        return model
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:

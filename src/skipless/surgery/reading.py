@@ -114,7 +114,7 @@ def check_shapes(folder: Path, report: dict[str, Any]) -> None:
         )
 
 
-def check_layers(folder: Path, model: nn.Module, unexpected: Iterable[str]) -> None:
+def check_layers(folder: Path | str, model: nn.Module, unexpected: Iterable[str]) -> None:
     """Raise UserError if the weights left over, `unexpected`, are layers beyond the config's
     number."""
     base = getattr(model, "base_model_prefix", "")
