@@ -108,6 +108,7 @@ def quantize_run(
     *,
     schemes: tuple[str, ...] | None = None,
     scopes: tuple[str, ...] | None = None,
+    methods: tuple[str, ...] = (),
     overrides: tuple[str, ...] = (),
     num_tokens: int | None = None,
     by_layer: bool = False,
@@ -117,7 +118,9 @@ def quantize_run(
 
     Error by depth (S9), SQNR (S3) and, with `by_layer`, the loss with one layer quantised are of
     the scheme with the fewest bits among `schemes`, of evaluate.error_scheme if none was named.
-    `overrides`, PATTERN=SCHEME, sets modules apart in every scheme. Returns what was asked for. The
+    `methods` (`skipless.quant.methods`) are measured beside rounding to the nearest, calibrated on
+    training batches; their rows are kept apart, in "methods". `overrides`, PATTERN=SCHEME, sets
+    modules apart in every scheme. Returns what was asked for. The
     file keeps the rows it has if they were measured on the same weights and as many tokens, and a
     table of the run's own settings is never replaced by one on other tokens. Static schemes are
     calibrated on training batches. Every scheme is checked before anything is measured.
@@ -135,7 +138,7 @@ def quantize_run(
     num_tokens = _or(num_tokens, _quantize_tokens(run))
     batches = held_out_batches(run, num_tokens)
     is_static = any(scheme.needs_calibration for scheme in (*parsed, closer))
-    calibration = calibration_batches(run) if is_static else None
+    calibration = calibration_batches(run) if is_static or methods else None
     say(f"{len(parsed)} schemes in scopes {', '.join(chosen_scopes)}")
     table = precision_table(run.model, batches, parsed, chosen_scopes, calibration=calibration)
     few = batches[: max(1, len(batches) // 4)]
@@ -155,6 +158,11 @@ def quantize_run(
         },
         "measured": measured_from(run)["quant.json"] | {"num_tokens": num_tokens},
     }  # fmt: skip
+    if others := [method for method in methods if method != "rtn"]:
+        say(f"methods {', '.join(others)}")
+        result["methods"] = precision_table(
+            run.model, batches, parsed, chosen_scopes, methods=others, calibration=calibration
+        )
     if by_layer:
         say(f"loss with one layer at {closer}")
         rows = sensitivity(run.model, closer, few, scope, calibration=calibration)

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
-from skipless.cli.terminal import evaluation_line, print_json, probe_lines, quantize_lines
+from skipless.cli.terminal import (
+    evaluation_line,
+    method_lines,
+    print_json,
+    probe_lines,
+    quantize_lines,
+)
+from skipless.errors import UserError
+from skipless.rundir import CONFIG
 from skipless.scheme import Scheme
 
 OWN = "the run's own setting"
@@ -44,20 +52,28 @@ def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
 
 
 def quantize(
-    run: Run,
+    model: Annotated[
+        Positional[str],
+        option("RUN|MODEL", help="a run directory, or what `skipless diagnose` takes"),
+    ],
     schemes: Annotated[tuple[str, ...], option("SCHEME [SCHEME ...]", default=OWN)] = (),
     scopes: Annotated[
         tuple[Literal["linear", "block", "all"], ...],
         option("{linear,block,all} [...]", default=OWN),
     ] = (),
+    methods: Annotated[tuple[str, ...], option("METHOD [METHOD ...]", default="rtn")] = (),
     override: Annotated[tuple[str, ...], option("PATTERN=SCHEME [...]", default="")] = (),
+    text: Annotated[str | None, option("FILE", default="a run's held-out text")] = None,
+    data: Annotated[str | None, option("NAME", default="")] = None,
     num_tokens: Tokens = None,
     by_layer: Switch = False,
     json: AsJson = False,
 ) -> None:
     """Measure held-out loss under simulated quantisation -> quant.json.
 
-    Also the worst tensors and the error by depth, at the lowest of the schemes named.
+    Also the worst tensors and the error by depth, at the lowest of the schemes named. A model that
+    is no run is measured on --text or --data, by its loss or by how far its outputs move, and
+    nothing is written.
 
     For example: skipless quantize runs/mine --schemes W8A8 W4A8-a:token --by-layer
 
@@ -65,14 +81,23 @@ def quantize(
         schemes: such as W8A8 W4A8-a:token W4Afp-w:g32 (docs/quantise.md).
         scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
             all (also queries, keys, values, probabilities).
+        methods: beside rounding to the nearest, calibrated on other text: smooth, awq, hadamard,
+            stream, outliers, gptq, codebook, and combinations such as smooth+gptq.
         override: modules set apart in every scheme, by name: layers.0.mlp.*=W8A8, or =fp for full
             precision; the last that matches counts.
+        text: a file or folder of text, for a model that is no run.
+        data: a name of `data list`, for the same.
         by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
     """
     tokens = whole_number("--num-tokens", num_tokens)
-    check_schemes(run, schemes)
     Scheme.parse("W8A8").with_overrides(override)
-    loaded = _load(run)
+    if not (Path(model) / CONFIG).exists() and (text or data):
+        _quantize_model(model, schemes, scopes, methods, override, text, data, tokens, json)
+        return
+    check_schemes(model, schemes)
+    if text or data:
+        raise UserError(f"{model} is a run and has its held-out text; leave out --text and --data")
+    loaded = _load(model)
     from skipless.log import say
     from skipless.measure import quantize_run
 
@@ -80,12 +105,52 @@ def quantize(
         loaded,
         schemes=schemes or None,
         scopes=scopes or None,
+        methods=methods,
         overrides=override,
         num_tokens=tokens,
         by_layer=by_layer,
         say=lambda text: None if json else say(text),
     )
     print_json(result) if json else print(*quantize_lines(result), sep="\n")
+
+
+def _quantize_model(
+    name: str,
+    schemes: tuple[str, ...],
+    scopes: tuple[str, ...],
+    methods: tuple[str, ...],
+    overrides: tuple[str, ...],
+    text: str | None,
+    data: str | None,
+    num_tokens: int | None,
+    json: bool,
+) -> None:
+    parsed = [Scheme.parse(s).with_overrides(overrides) for s in schemes or ("W8A8", "W4A8")]
+    if text is not None and not Path(text).exists():
+        raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
+    import torch
+
+    from skipless.diagnose.loading import load_subject
+    from skipless.diagnose.methods import compare_methods
+    from skipless.diagnose.texts import read_batches
+    from skipless.log import say
+
+    subject = load_subject(name)
+    half = num_tokens or 2048
+    read = read_batches(subject, text, data, 2 * half, None)
+    sequences = torch.cat(read.batches)
+    if len(sequences) < 2:
+        raise UserError(
+            "the text gives one sequence, and methods are calibrated on other text than they are "
+            "measured on; give more text, or fewer --num-tokens"
+        )
+    calibration, held_out = sequences.chunk(2)
+    rows = compare_methods(
+        subject.model, held_out.split(4), parsed, scopes or ("linear",),
+        ["rtn", *(m for m in methods if m != "rtn")], calibration=calibration.split(4),
+        on_row=lambda row: None if json else say(f"{row['scheme']} {row['scope']} {row['method']}"),
+    )  # fmt: skip
+    print_json(rows) if json else print(*method_lines(rows), sep="\n")
 
 
 def report(

@@ -72,6 +72,8 @@ def quantize_lines(result: dict[str, Any]) -> list[str]:
         for row in result["rows"]
     ]
     lines = [f"full precision {result['full_precision']:.4f} nats", *aligned(rows, left=2)]
+    if "methods" in result:
+        lines += _methods([*result["rows"], *result["methods"]])
     if "sqnr" in result:
         lines += _worst(result["sqnr"])
     if "error" in result:
@@ -79,6 +81,34 @@ def quantize_lines(result: dict[str, Any]) -> list[str]:
     if "sensitivity" in result:
         lines += _layers(result["sensitivity"])
     return lines
+
+
+def _methods(rows: list[dict[str, Any]]) -> list[str]:
+    """The increase by method, a line a scheme and scope, the best one marked."""
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in rows:
+        cells.setdefault((row["scheme"], row["scope"]), {})[row.get("method", "rtn")] = row
+    names = list(dict.fromkeys(row.get("method", "rtn") for row in rows))
+    table = [("scheme", "scope", *names)]
+    for key, found in cells.items():
+        known = [r["increase"] for r in found.values() if r["increase"] is not None]
+        shown = []
+        for name in names:
+            value = found[name]["increase"] if name in found else None
+            best = value is not None and value == min(known)
+            shown.append(_show(value, "+.4f") + ("*" if best else " "))
+        table.append((*key, *shown))
+    refused = {r["method"]: r["refused"] for r in rows if r.get("refused")}
+    return [
+        "", "increase in nats by method; * is the least", *aligned(table, left=2),
+        *(f"{name}: {reason}" for name, reason in refused.items()),
+    ]  # fmt: skip
+
+
+def method_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Of `diagnose.methods.compare_methods`: the damage by scheme, scope and method."""
+    lines = _methods(rows)
+    return [f"in {rows[0]['unit']}, by method; * is the least", *lines[2:]]
 
 
 def _worst(sqnr: dict[str, Any]) -> list[str]:

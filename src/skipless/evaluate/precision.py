@@ -38,7 +38,8 @@ def precision_table(
     perplexity, standard_error (paired, of the increase; None for one sequence), num_tokens.
     `calibration` is for static schemes and for methods; `on_row` is called with each row as it is
     measured. Raises UserError for an empty list, a scheme, scope or method that does not exist, and
-    as `loss` and `quantize` do; every name is checked before the first is measured.
+    as `loss` and `quantize` do; every name is checked before the first is measured. A method that
+    this model does not bear leaves None for the loss and the reason in "refused".
     """
     parsed = [Scheme.parse(scheme) for scheme in schemes]
     if not parsed or not scopes:
@@ -58,22 +59,27 @@ def precision_table(
     full = sequence_losses(model, batches)
     rows = []
     for scheme, scope, way in itertools.product(parsed, scopes, ways):
-        with quantized(
-            model, scheme, scope, method=way, calibration=calibration, include_head=include_head
-        ):
-            found = sequence_losses(model, batches)
-        row = {
-            "scheme": str(scheme),
-            "scope": scope,
-            "method": method_name(way),
-            "include_head": include_head,
-            "loss": found.nats,
-            "full_precision": full.nats,
-            "increase": found.nats - full.nats,
-            "perplexity": math.exp(found.nats) if found.nats < 700 else math.inf,
-            "standard_error": found.standard_error(full),
+        row: dict[str, Any] = {
+            "scheme": str(scheme), "scope": scope, "method": method_name(way),
+            "include_head": include_head, "full_precision": full.nats,
             "num_tokens": int(full.counts.sum()),
-        }
+        }  # fmt: skip
+        try:
+            with quantized(
+                model, scheme, scope, method=way, calibration=calibration, include_head=include_head
+            ):
+                found = sequence_losses(model, batches)
+            row |= {
+                "loss": found.nats,
+                "increase": found.nats - full.nats,
+                "perplexity": math.exp(found.nats) if found.nats < 700 else math.inf,
+                "standard_error": found.standard_error(full),
+            }
+        except UserError as error:
+            if method_name(way) == "rtn":
+                raise
+            row |= dict.fromkeys(("loss", "increase", "perplexity", "standard_error"))
+            row["refused"] = str(error)
         rows.append(row)
         if on_row is not None:
             on_row(row)

@@ -69,13 +69,16 @@ class Gptq(Config):
         by_parameter = {id(weight.parameter): weight for weight in weights}
         done: set[int] = set()
         for stage in _stages(session.groups):
-            for key, hessian in self._hessians(session, stage).items():
-                group = next(g for g in stage if g.names[0] == key)
-                for name in session.members(group):
-                    weight = by_parameter.get(id(session.targets[name].parameter))
-                    if weight is not None and id(weight) not in done:
-                        self._reconstruct(weight, hessian)
-                        done.add(id(weight))
+            hessians = self._hessians(session, stage)
+            for group in stage:
+                hessian = hessians.pop(group.names[0], None)
+                if hessian is None:
+                    continue
+                found = [by_parameter.get(id(session.targets[n].parameter))
+                         for n in session.members(group)]  # fmt: skip
+                todo = [w for w in found if w is not None and id(w) not in done]
+                done |= {id(weight) for weight in todo}
+                self._reconstruct(todo, hessian)
         left = [weight.name for weight in weights if id(weight) not in done]
         if left:
             session.notes.append(
@@ -95,22 +98,26 @@ class Gptq(Config):
         session.collect(visit, stage)
         return found
 
-    def _reconstruct(self, weight: QuantizedWeight, hessian: Tensor) -> None:
-        matrix = weight.matrix().float()
-        if weight.columns is not None and weight.columns.numel():
-            matrix = matrix.clone()
-            matrix[:, weight.columns] = 0  # they have no error; the others are on their own
-            hessian = hessian.clone()
-            hessian[weight.columns] = 0
-            hessian[:, weight.columns] = 0
-        try:
-            codes = gptq(
-                matrix, hessian, weight.scheme, damping=self.damping, act_order=self.act_order
-            )
-        except UserError as error:
-            raise UserError(f"{weight.name}: {error}") from None
-        weight.replace(codes.dequantize().reshape(matrix.shape), codes)
-        weight.swap()
+    def _reconstruct(self, weights: Sequence[QuantizedWeight], hessian: Tensor) -> None:
+        """All weights that read one tensor; its factor is made once."""
+        columns = weights[0].columns if weights else None
+        if columns is not None:  # they have no error; the others are on their own
+            hessian[columns] = 0
+            hessian[:, columns] = 0
+        factor = None
+        for weight in weights:
+            matrix = weight.matrix().float()
+            if columns is not None:
+                matrix = matrix.clone()
+                matrix[:, columns] = 0
+            try:
+                if factor is None:
+                    factor = _factor(hessian, self.damping, self.act_order)
+                codes = _codes(matrix, *factor, weight.scheme)
+            except UserError as error:
+                raise UserError(f"{weight.name}: {error}") from None
+            weight.replace(codes.dequantize().reshape(matrix.shape), codes)
+            weight.swap()
 
 
 def gptq(
@@ -126,41 +133,52 @@ def gptq(
     int16 codes (asymmetric ones with the zero point taken off) and scales in the shape of the
     scheme's groups, as `fake.integer_codes` gives. Raises UserError for values that are not finite.
     """
-    if not bool(torch.isfinite(hessian).all()) or not bool(torch.isfinite(matrix).all()):
-        raise UserError(
-            "the weights or the calibration values are not finite or overflow when squared; look "
-            "at the batches, or convert the model to float32"
-        )
+    hessian = hessian.to(matrix.device, _precise(matrix)).clone()
+    return _codes(matrix, *_factor(hessian, damping, act_order), scheme)
+
+
+def _codes(matrix: Tensor, upper: Tensor, order: Tensor | None, scheme: Scheme) -> Codes:
+    """Step 4, on the transposed weight, so that an input channel is a row of memory."""
+    if not bool(torch.isfinite(matrix).all()):
+        raise UserError("the weight is not finite; look at the model")
     step, low, high, shape = grid(
         matrix, scheme.weight_bits, scheme.weight_granularity, scheme.symmetric, scheme.clip
     )
     dtype = _precise(matrix)
-    w, h = matrix.to(dtype), hessian.to(matrix.device, dtype).clone()
+    w = matrix.T.to(dtype, copy=True).contiguous()
     steps, lows, highs = (
-        torch.as_tensor(t, device=w.device).expand(shape).reshape(w.shape).to(dtype)
+        torch.as_tensor(t, device=w.device).expand(shape).reshape(matrix.shape).T.to(dtype)
         for t in (step, low, high)
     )
-    order = h.diagonal().argsort(descending=True) if act_order else None
     if order is not None:
-        w, h = w[:, order], h[order][:, order]
-        steps, lows, highs = steps[:, order], lows[:, order], highs[:, order]
-    upper = _inverse_factor(h, damping)
-    w, codes = w.clone(), torch.zeros_like(w)
-    for start in range(0, w.shape[1], BLOCK):
-        stop = min(start + BLOCK, w.shape[1])
-        errors = torch.zeros_like(w[:, start:stop])
+        w, steps, lows, highs = (t[order] for t in (w, steps, lows, highs))
+    codes = torch.zeros_like(w)
+    for start in range(0, len(w), BLOCK):
+        stop = min(start + BLOCK, len(w))
+        errors = torch.zeros_like(w[start:stop])
         for j in range(start, stop):
-            column = w[:, j]
-            code = torch.maximum(torch.minimum((column / steps[:, j]).round(), highs[:, j]),
-                                 lows[:, j])  # fmt: skip
-            codes[:, j] = code
-            error = (column - code * steps[:, j]) / upper[j, j]
-            w[:, j + 1 : stop] -= error[:, None] * upper[j, j + 1 : stop]
-            errors[:, j - start] = error
-        w[:, stop:] -= errors @ upper[start:stop, stop:]
+            nearest = (w[j] / steps[j]).round_()
+            codes[j] = torch.maximum(torch.minimum(nearest, highs[j]), lows[j])
+            error = (w[j] - codes[j] * steps[j]).div_(upper[j, j])
+            w[j + 1 : stop].addr_(upper[j, j + 1 : stop], error, alpha=-1)
+            errors[j - start] = error
+        w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
     if order is not None:
-        codes = codes[:, order.argsort()]
-    return Codes(codes.to(torch.int16).reshape(shape), step)
+        codes = codes[order.argsort()]
+    return Codes(codes.T.to(torch.int16).reshape(shape), step)
+
+
+def _factor(hessian: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor | None]:
+    """(U, order of the channels or None) from X^T X, which is changed in place."""
+    if not bool(torch.isfinite(hessian).all()):
+        raise UserError(
+            "the calibration values are not finite or overflow when squared; look at the batches, "
+            "or convert the model to float32"
+        )
+    order = hessian.diagonal().argsort(descending=True) if act_order else None
+    if order is not None:
+        hessian = hessian[order][:, order]
+    return _inverse_factor(hessian, damping), order
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
