@@ -9,7 +9,8 @@ from skipless.surgery.patching import patch, unpatch
 from skipless.surgery.records import connections, gains, set_training_progress
 from skipless.surgery.saving import save_pretrained
 from skipless.surgery.slimming.folding import Folded, fold
-from skipless.surgery.slimming.pruning import Pruned, PruneRow, prune, shares
+from skipless.surgery.slimming.pruning import Pruned, PruneRow, prune
+from skipless.surgery.slimming.shares import shares
 from skipless.surgery.slimming.stock import to_stock
 from skipless.surgery.stacks import FAMILIES, SUBLAYERS, find_stacks
 

@@ -23,7 +23,7 @@ from skipless.surgery.conversion.results import Untrained
 from skipless.surgery.conversion.settings import ConversionConfig
 from skipless.surgery.patching import patch, patch_as, unpatch
 from skipless.surgery.records import connections, record
-from skipless.surgery.slimming.pruning import shares
+from skipless.surgery.slimming.shares import shares
 from skipless.surgery.stacks import SUBLAYERS, find_stacks
 
 __all__ = [

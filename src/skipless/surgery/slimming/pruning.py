@@ -7,7 +7,7 @@ before and after (F5).
 Every sublayer is ranked by its share of the stream and by the loss without it alone. What is
 dropped becomes the identity, y = x, and is gone: its weights, its time, and an attention's entry
 in the cache; a layer of which nothing is left goes as a whole. Works in place, on our Transformer
-and on patched Hugging Face models. `ranking.py` measures, `removal.py` takes out.
+and on patched Hugging Face models. `shares.py` and `trials.py` measure, `removal.py` takes out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from skipless.surgery.slimming.removal import Size, remove, size_of
 from skipless.surgery.slimming.shares import Share, candidates, layer_names, measure_shares
 from skipless.surgery.slimming.trials import Trials
 
-__all__ = ["PruneRow", "Pruned", "prune", "shares"]
+__all__ = ["PruneRow", "Pruned", "prune"]
 
 TOLERANCE = 1e-3
 """Share of the stream that is dropped where neither a tolerance nor a budget is given."""
@@ -138,38 +138,19 @@ def prune(
             "no batch to measure the sublayers on; pass at least one, and a list instead of an "
             "iterator that was read before"
         )
-    if tolerance is None and loss_budget is None:
-        tolerance = TOLERANCE
     check_finite(model)
     named = candidates(model)
     groups = _groups(model, named, unit)
-    if len(groups) == 1 and set(named) >= set(layer_names(model)):
-        raise UserError(
-            f"{next(iter(groups))} is the last {unit} that {type(model).__name__} has, so nothing "
-            "can go; prune a larger model"
-        )
     single = measure_shares(model, named, batches)
     found = {name: _largest(single[part] for part in parts) for name, parts in groups.items()}
     trials = Trials(model, batches, groups, loss)
     alone = trials.alone()
     if loss_budget is None:
-        assert tolerance is not None, "one of the two is set"
-        chosen = _below(found, tolerance)
-        if {part for name in chosen for part in groups[name]} >= set(layer_names(model)):
-            raise UserError(
-                f"every sublayer's share of the stream stays below {tolerance:g}; nothing would be "
-                "left, so lower the tolerance"
-            )
+        chosen = _below(found, TOLERANCE if tolerance is None else tolerance)
+        _leave_something(model, [part for name in chosen for part in groups[name]], tolerance)
     else:
-        allowed = found if tolerance is None else dict.fromkeys(_below(found, tolerance))
-        trials.greedy({name: alone[name] for name in allowed}, loss_budget)
-        chosen = trials.out
-        if not chosen:
-            name = min(allowed, key=lambda n: alone[n])
-            raise UserError(
-                f"no {unit} can go within a loss budget of {loss_budget:g}; the cheapest is {name} "
-                f"with {alone[name] - trials.full:+.3g}"
-            )
+        allowed = list(found) if tolerance is None else _below(found, tolerance)
+        chosen = _within(loss_budget, trials, {name: alone[name] for name in allowed}, unit)
     expected, before = trials.current, size_of(model, batches[0])
     dropped = [part for name in chosen for part in groups[name]]
     removed, still = remove(model, dropped)
@@ -186,16 +167,6 @@ def prune(
     return pruned
 
 
-def shares(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
-    """Largest |b f| / |x| over all tokens at every connection, smallest first.
-
-    A stream weight counts as part of x: the share is |y - a x| / |x|. Raises UserError for a
-    model without connections.
-    """
-    found = measure_shares(model, candidates(model), as_list(batches))
-    return {name: share.largest for name, share in found.items()}
-
-
 def _check(tolerance: float | None, loss_budget: float | None) -> None:
     if tolerance is not None and not 0 < tolerance < math.inf:
         raise UserError(f"tolerance is {tolerance}; a positive share of the stream was expected")
@@ -209,19 +180,28 @@ def _check(tolerance: float | None, loss_budget: float | None) -> None:
 def _groups(
     model: nn.Module, named: dict[str, Connection], unit: str
 ) -> dict[str, tuple[str, ...]]:
-    """What goes together: every connection alone, or all of a layer if all of them can go."""
-    if unit == "sublayer":
-        return {name: (name,) for name in named}
-    layers: dict[str, list[str]] = {}
-    for name, layer in layer_names(model).items():
-        layers.setdefault(layer, []).append(name)
-    whole = {layer: tuple(n) for layer, n in layers.items() if all(map(named.__contains__, n))}
-    if not whole:
+    """What goes together: every connection alone, or all of a layer if all of them can go.
+
+    Raises UserError where that is no layer, or all that the model has.
+    """
+    present = layer_names(model)
+    groups = {name: (name,) for name in named}
+    if unit == "layer":
+        layers: dict[str, list[str]] = {}
+        for name, layer in present.items():
+            layers.setdefault(layer, []).append(name)
+        groups = {layer: tuple(n) for layer, n in layers.items() if all(map(named.__contains__, n))}
+    if not groups:
         raise UserError(
             "no layer can go as a whole: each has a sublayer without a connection or without a "
             "skip to fall back on; use unit='sublayer'"
         )
-    return whole
+    if len(groups) == 1 and set(named) >= set(present):
+        raise UserError(
+            f"{next(iter(groups))} is the last {unit} that {type(model).__name__} has, so nothing "
+            "can go; prune a larger model"
+        )
+    return groups
 
 
 def _largest(found: Iterable[Share]) -> Share:
@@ -239,6 +219,26 @@ def _below(found: dict[str, Share], tolerance: float) -> list[str]:
             "loss budget"
         )
     return small
+
+
+def _leave_something(model: nn.Module, dropped: list[str], tolerance: float | None) -> None:
+    if set(dropped) >= set(layer_names(model)):
+        raise UserError(
+            f"every sublayer's share of the stream stays below {tolerance or TOLERANCE:g}; nothing "
+            "would be left, so lower the tolerance"
+        )
+
+
+def _within(budget: float, trials: Trials, alone: dict[str, float], unit: str) -> list[str]:
+    """What goes while the loss stays within the budget, in the order of its going."""
+    trials.greedy(alone, budget)
+    if not trials.out:
+        name = min(alone, key=lambda n: alone[n])
+        raise UserError(
+            f"no {unit} can go within a loss budget of {budget:g}; the cheapest is {name} with "
+            f"{alone[name] - trials.full:+.3g}"
+        )
+    return trials.out
 
 
 def _rows(

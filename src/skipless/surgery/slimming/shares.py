@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.evaluate.losses import as_list
 from skipless.model import Connection, Transformer, is_absent
 from skipless.quant import evaluation_mode, run_batch
 from skipless.surgery.patching import CONSTANT_KINDS
 from skipless.surgery.records import connections
 from skipless.surgery.stacks import find_stacks
 
-__all__ = ["Share", "candidates", "layer_names", "measure_shares"]
+__all__ = ["Share", "candidates", "layer_names", "measure_shares", "shares"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,16 @@ class Share:
     mean: float
     """Over all tokens."""
     largest: float
+
+
+def shares(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+    """Largest |b f| / |x| over all tokens at every connection, smallest first.
+
+    A stream weight counts as part of x: the share is |y - a x| / |x|. Raises UserError for a
+    model without connections.
+    """
+    found = measure_shares(model, candidates(model), as_list(batches))
+    return {name: share.largest for name, share in found.items()}
 
 
 def candidates(model: nn.Module) -> dict[str, Connection]:
