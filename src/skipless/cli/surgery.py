@@ -35,7 +35,7 @@ def patch(
 
     Args:
         connection: rezero, layerscale, interpolate, learned, gated, universal, anneal, residual
-            (all start as the plain skip and change nothing yet) or none.
+            (all start as the plain skip and change nothing yet), none or sphere (which do).
         sites: sublayers whose skip is replaced.
         layers: their numbers, negative ones from the end.
         stacks: part of the name of a stack, such as encoder or vision, where there are more.
