@@ -141,6 +141,11 @@ def test_speech_with_a_transcript_and_with_what_the_model_hears(folders, sounds,
     heard = read_audio(subject, [str(sounds[0])])
     ids = heard.batches[0]["decoder_input_ids"]
     assert ids[0, 0] == 3 and 2 <= ids.shape[1] <= 66 and heard.about.endswith("hears in it")
+    longer = record(tmp_path / "long.wav", np.ones(20000, "<i2"))
+    transcript.write_text("go\n")
+    cut = read_audio(subject, [str(longer)], str(transcript))
+    assert cut.about == "1.0 s of sound in 1 file, cut to 1 s each, with transcripts"
+    transcript.write_text("my lord\ncome\n")
     words = ["diagnose", str(folders / "whisper"), "--audio", *map(str, sounds), "--text",
              str(transcript), *FAST, "--out", str(tmp_path / "out")]  # fmt: skip
     assert main(words) == 0

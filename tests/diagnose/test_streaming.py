@@ -20,7 +20,10 @@ from skipless.errors import UserError
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
 }  # fmt: skip
-TEXT = {**SIZES, "vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0}
+TEXT = {
+    **SIZES, "vocab_size": 40, "max_position_embeddings": 32, "pad_token_id": 0,
+    "eos_token_id": 2, "bos_token_id": 1,
+}  # fmt: skip
 IMAGE = {**SIZES, "image_size": 8, "patch_size": 4}
 WHISPER = {
     "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
@@ -35,6 +38,8 @@ FAMILIES = {
     "bert": ("Bert", "Model", TEXT),
     "vit": ("ViT", "ForImageClassification", IMAGE),
     "whisper": ("Whisper", "ForConditionalGeneration", WHISPER),
+    "clip": ("CLIP", "Model",
+             {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 8}),
 }  # fmt: skip
 
 
@@ -57,6 +62,10 @@ def inputs(name):
     if name == "whisper":
         sound = torch.randn(2, 4, 16, generator=generator)
         return {"input_features": sound, "decoder_input_ids": tokens}
+    if name == "clip":
+        tokens[:, -1] = 2
+        image = torch.randn(2, 3, 8, 8, generator=generator)
+        return {"input_ids": tokens, "pixel_values": image}
     mask = torch.ones_like(tokens)
     mask[0, 6:] = 0
     return {"input_ids": tokens, "attention_mask": mask}
@@ -169,6 +178,10 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path):
     (tmp_path / "good" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
         open_streamed(tmp_path / "good")
+    mixture = transformers.MixtralConfig(**TEXT, num_local_experts=2, num_key_value_heads=2)
+    transformers.MixtralForCausalLM(mixture).save_pretrained(tmp_path / "experts")
+    with pytest.raises(UserError, match="stored in another form than the model's"):
+        open_streamed(tmp_path / "experts")
     config = transformers.ResNetConfig(hidden_sizes=[4], depths=[1], embedding_size=4)
     transformers.ResNetModel(config).save_pretrained(tmp_path / "resnet")
     with pytest.raises(UserError, match="has no list of blocks"):

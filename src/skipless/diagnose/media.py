@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import inspect
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,11 @@ def read_audio(subject: Subject, paths: Sequence[str], transcripts: str | None =
                 if lines else _heard(subject, batch)
             )  # fmt: skip
         batches.append(batch)
-    seconds = sum(len(sound) for sound in sounds) / rate
+    most = getattr(processor, "n_samples", None)  # Whisper's hears 30 s at a time
+    seconds = sum(min(len(sound), most or len(sound)) for sound in sounds) / rate
     about = f"{seconds:.1f} s of sound in {len(sounds)} file{'s' * (len(sounds) > 1)}"
+    if most is not None and any(len(sound) > most for sound in sounds):
+        about += f", cut to {most / rate:g} s each"
     if writes:
         about += ", with transcripts" if lines else ", with what the model hears in it"
     return Text(batches=batches, about=about)
@@ -120,16 +124,26 @@ def _inputs(subject: Subject) -> set[str]:
 def _processor(subject: Subject, auto: str, what: str) -> Any:
     import transformers
 
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # it tells of torchvision, which is not needed
     try:
-        return getattr(transformers, auto).from_pretrained(subject.source)
+        with _quiet():  # it tells of torchvision, which is not needed
+            return getattr(transformers, auto).from_pretrained(subject.source)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())[:120]
         raise UserError(
             f"{subject.name} has no processor for {what} beside its weights ({reason}); put its "
             f"preprocessor_config.json there, or {_PYTHON}"
         ) from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers says errors only."""
+    import transformers
+
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        yield
     finally:
         transformers.utils.logging.set_verbosity(level)
 
@@ -236,7 +250,7 @@ def _heard(subject: Subject, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     model: Any = subject.model
     most = min(MOST_HEARD, (subject.limit or MOST_HEARD + 8) - 8)  # some are given at the start
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _quiet():
             ids = model.generate(**batch, max_new_tokens=max(1, most), do_sample=False)
     except (AttributeError, ValueError, RuntimeError, KeyError, TypeError, IndexError) as error:
         reason = " ".join(str(error).split())[:120]

@@ -76,9 +76,8 @@ def draw(result: Diagnosis) -> tuple[list[Figure], list[str]]:
         ),
         (
             "prediction",
-            f"Predicted from the sites against measured, by layer, at {scheme}",
-            "A point a layer. Predicted: the sum, over the tensors that are rounded there, of "
-            "noise over energy with every token counting alike.",
+            f"Predicted against measured, by layer, at {scheme}",
+            f"A point a layer. Predicted: {_predicted(result)}, every token counting alike.",
             lambda pen, axes: _prediction(pen, axes, result, scheme, unit),
             1,
         ),
@@ -107,6 +106,12 @@ def draw(result: Diagnosis) -> tuple[list[Figure], list[str]]:
         else:
             found.append(Figure(name=name, title=title, caption=caption, svg=both[0], png=both[1]))
     return found, without
+
+
+def _predicted(result: Diagnosis) -> str:
+    if (result.damage or {}).get("predicted") == "block":
+        return "noise over energy of the output of its block, which alone is quantised"
+    return "the sum, over the tensors that are rounded there, of noise over energy"
 
 
 def _line(pen: Pen, axes: Any, label: str, points: dict[float, float]) -> None:
