@@ -23,7 +23,7 @@ ORDER = [
     ("evaluate",),
     ("train",),
     ("measure", "surgery"),
-    ("hf", "export"),
+    ("decoding", "hf", "export"),
     ("report",),
     ("diagnose",),
     ("doctor",),

@@ -54,9 +54,15 @@ class FloatStore:
                 f"{new.shape[0]}; start a new cache"
             )
         stop = start + new.shape[2]
-        self.stored = _grown(self.stored, start, stop)
-        self.stored[:, :, start:stop] = new
-        return self.stored[:, :, :stop]
+        stored = self.reserve(start, stop)
+        stored[:, :, start:stop] = new
+        return stored[:, :, :stop]
+
+    def reserve(self, used: int, needed: int) -> Tensor:
+        """All that is stored, with room for `needed` tokens; the first `used` are kept."""
+        assert self.stored is not None, "nothing was appended yet"
+        self.stored = _grown(self.stored, used, needed)
+        return self.stored
 
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows`, in that order."""

@@ -33,5 +33,7 @@ class ForwardContext:
     cache: KeyValueCache | None = None
     tokens: Tensor | None = None
     """Bool [B, S], False on padding; None when every position is a token."""
+    is_finished: bool = False
+    """The first block has computed all of them (`skipless.decoding`)."""
     entropy: Tensor | None = None
     """Normalised entropy [B, T] of the newest attention sublayer, where its connection asks."""

@@ -155,12 +155,28 @@ def load(level: str) -> tuple[ctypes.CDLL | None, str]:
                    size, address, address, address, address, number],
         "quantize": [address, size, size, size, size, number, number, real, address, address,
                      number],
+        "attention_step": [address, address, size, size, address, address, address, address, size,
+                           address, number],
+        "mlp_step": [address, address, size, size, address, number],
+        "stack_step": [address, size, address, address, size, size, address, address, size,
+                       number],
+        "dense": [address, address, address, size, size, size, address, number],
         "has_quads": [],
     }.items():  # fmt: skip
         function = getattr(library, f"skipless_{name}")
         function.argtypes = arguments
-        function.restype = number if name == "has_quads" else None
+        function.restype = {
+            "has_quads": number, "attention_step": number, "mlp_step": number, "stack_step": size,
+        }.get(name)  # fmt: skip
     return library, ""
+
+
+def library(level: str) -> ctypes.CDLL:
+    """The kernel's library at `level`. Raises UserError with the reason when there is none."""
+    found, reason = load(level)
+    if found is None:
+        raise UserError(f"the kernel {level} cannot run: {reason}")
+    return found
 
 
 def tell_once(text: str) -> None:

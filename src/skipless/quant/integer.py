@@ -155,7 +155,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
 def from_integer(model: nn.Module) -> nn.Module:
     """Back to the simulation by hooks. Raises UserError if no layer runs on integers."""
     record = quantization(model)
-    handles = [h for h in record.handles if isinstance(h, _Handle)] if record else []
+    handles = [h for h in record.handles if needs_integer(h)] if record else []
     if record is None or not handles:
         raise UserError("the model does not run on integers; there is nothing to undo")
     for handle in handles:
@@ -198,6 +198,11 @@ def _shared_codes(own: _Integer, x: Tensor) -> tuple[Tensor, Tensor]:
         return known
     own.sharing.made_by(own)
     return site_codes(site, x)
+
+
+def integer_state(module: nn.Module) -> _Integer | None:
+    """What an integer layer carries: its engine, packed weight and quantiser; None for others."""
+    return getattr(module, _STATE, None)
 
 
 def site_codes(site: ActivationQuantizer, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -334,8 +339,15 @@ def _integer_class(plain: type) -> type:
     return _classes[plain]
 
 
+def needs_integer(handle: object) -> bool:
+    """Whether a handle of `quantize` is undone together with integer execution."""
+    return getattr(handle, "needs_integer", False)
+
+
 class _Handle:
     """Among the hooks' handles, so that `restore` removes integer execution with them."""
+
+    needs_integer = True
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -72,6 +72,13 @@ class PackedTensor:
         self.codes[:, :, start:stop] = packed
         self.scales[..., start:stop] = kept
 
+    def reserve(self, used: int, needed: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales with room for `needed` tokens; the first `used` are kept."""
+        assert self.codes is not None and self.scales is not None, "nothing was appended yet"
+        self.codes = _grown(self.codes, self.codes, 2, used, needed)
+        self.scales = _grown(self.scales, self.scales, self.scales.dim() - 1, used, needed)
+        return self.codes, self.scales
+
     def values(self, stop: int, dtype: torch.dtype) -> Tensor:
         """The first `stop` tokens [B, G, stop, K]: codes times scale."""
         assert self.codes is not None and self.scales is not None, "nothing was appended yet"

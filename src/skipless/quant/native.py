@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from skipless.errors import UserError
 from skipless.quant import building
 from skipless.quant.packing import COLUMNS, group_size, pack_panels
 from skipless.quant.products import INT32_EXACT, Engine, Prepared, Problem
@@ -72,7 +71,7 @@ class KernelEngine(Engine):
         count, width = rows.shape
         out = torch.empty(count, problem.out_features)
         scales = torch.empty(count if per_token or step > 0 else 1)
-        form, block = self._form(prepared)
+        form, block = self.form(prepared)
         self._library().skipless_linear(
             rows.data_ptr(), count, width, rows.stride(0), problem.largest_activation,
             int(per_token), step, data.data_ptr(), form, data.shape[1], problem.out_features, block,
@@ -99,7 +98,7 @@ class KernelEngine(Engine):
 
     def _run(self, prepared: Prepared, codes: Tensor, row_scale, bias, out, sums) -> None:
         problem, data = prepared.problem, prepared.data
-        form, block = self._form(prepared)
+        form, block = self.form(prepared)
         codes = _aligned(codes, data.shape[1] * _group(form))
         self._library().skipless_multiply(
             codes.data_ptr(), data.data_ptr(), form, len(codes), data.shape[1],
@@ -109,7 +108,7 @@ class KernelEngine(Engine):
             torch.get_num_threads(),
         )  # fmt: skip
 
-    def _form(self, prepared: Prepared) -> tuple[int, int]:
+    def form(self, prepared: Prepared) -> tuple[int, int]:
         """(the kernel's number for the packed form, groups whose sum fits in 32 bits)."""
         problem = prepared.problem
         form = 2 * self.has_quads(problem) + (problem.weight_bits <= 4)
@@ -117,10 +116,7 @@ class KernelEngine(Engine):
         return form, (INT32_EXACT - 1) // bound
 
     def _library(self):
-        library, reason = building.load(self.name)
-        if library is None:
-            raise UserError(f"engine {self.name!r} cannot run: {reason}")
-        return library
+        return building.library(self.name)
 
 
 def _group(form: int) -> int:

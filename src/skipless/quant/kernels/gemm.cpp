@@ -5,8 +5,9 @@
 //    in one of two forms, pairs and quads (lanes.hpp), whole or as nibbles. Columns past the last
 //    are never written, inputs past the last meet codes that are zero.
 // 2. Sums. A tile of some rows x some panels stays in registers while k runs through the panels;
-//    every weight loaded serves all rows, every spread code all panels. A single row reads the
-//    weights of several panels at once, so that no addition waits for the one before.
+//    every weight loaded serves all rows, every spread code all panels. A single row has four sums
+//    for each column, joined in the end, or each addition would wait for the one before; it reads
+//    the weights in the order of memory.
 // 3. Accumulation rule. A 32-bit sum is exact while K qw qa < 2^31. Past that the caller passes
 //    `block`, the number of groups for which it holds, and after each block the 32-bit sums are
 //    added to 64-bit ones. Integer addition has no order, so all levels give the same integers.
@@ -21,14 +22,15 @@
 #include <vector>
 
 #include "codes.hpp"
+#include "decode.hpp"
 #include "lanes.hpp"
 
 namespace skipless {
 namespace {
 
 // A single row waits for the weights to come from memory; processors alone do not ask early enough.
-// In bytes; of 512, 1024 and 2048 the last is fastest on Zen 5, by 15 % there and 30 % with AVX2.
-constexpr int64_t kAhead = 2048;
+// In bytes; of 1024 to 32768 the shortest that is fast on Zen 5, by 15 % there and 20 % with AVX2.
+constexpr int64_t kAhead = 8192;
 
 struct Product {
   const void* x;  // codes, rows of `groups` whole groups
@@ -87,8 +89,8 @@ inline void each(Function&& function) {
   each(std::make_integer_sequence<int, N>{}, std::forward<Function>(function));
 }
 
-// R rows x P panels.
-template <typename Lanes, int R, int P>
+// R rows x P panels; U groups at a time into sums of their own.
+template <typename Lanes, int R, int P, int U = R * P == 1 ? 4 : 1>
 void tile(const Product& p, int64_t row, int64_t panel) {
   const int64_t panel_bytes = p.groups * Lanes::kBytes, stride = p.groups * Lanes::kGroup;
   const int8_t* w = p.w + panel * panel_bytes;
@@ -98,9 +100,9 @@ void tile(const Product& p, int64_t row, int64_t panel) {
   if (wide) std::fill(&totals[0][0], &totals[0][0] + R * P * kColumns, 0);
   for (int64_t begin = 0; begin < p.groups; begin += p.block) {
     const int64_t end = std::min(p.groups, begin + p.block);
-    typename Lanes::Sums sums[R * P];
-    each<R * P>([&](auto i) { sums[i] = Lanes::zero(); });
-    for (int64_t k = begin; k < end; ++k) {
+    typename Lanes::Sums sums[U * R * P];
+    each<U * R * P>([&](auto i) { sums[i] = Lanes::zero(); });
+    const auto take = [&](int64_t k, auto u) {
       typename Lanes::Weights codes[P];
       each<P>([&](auto j) {
         const int8_t* from = w + j * panel_bytes + k * Lanes::kBytes;
@@ -110,10 +112,15 @@ void tile(const Product& p, int64_t row, int64_t panel) {
       each<R>([&](auto r) {
         const auto spread = Lanes::spread(x + r * stride + k * Lanes::kGroup);
         each<P>([&](auto j) {
-          sums[r * P + j] = Lanes::add(sums[r * P + j], codes[j], spread);
+          constexpr int at = (u * R + r) * P + j;
+          sums[at] = Lanes::add(sums[at], codes[j], spread);
         });
       });
-    }
+    };
+    int64_t k = begin;
+    for (; k + U <= end; k += U) each<U>([&](auto u) { take(k + u, u); });
+    for (; k < end; ++k) take(k, std::integral_constant<int, 0>{});
+    if constexpr (U > 1) each<U - 1>([&](auto u) { sums[0] = Lanes::join(sums[0], sums[u + 1]); });
     each<R * P>([&](auto i) {
       alignas(64) int32_t narrow[kColumns];
       Lanes::store(sums[i], narrow);
@@ -164,7 +171,7 @@ void multiply_tiles(const Product& p, int threads) {
 template <typename Lanes>
 void multiply(const Product& p, int threads) {
   if (p.rows == 1) {
-    multiply_tiles<Lanes, 1, 4>(p, threads);
+    multiply_tiles<Lanes, 1, 1>(p, threads);
   } else {
     multiply_tiles<Lanes, Lanes::kRows, Lanes::kPanels>(p, threads);
   }
@@ -278,3 +285,5 @@ void skipless_quantize(const float* x, int64_t rows, int64_t count, int64_t stri
   skipless::make_codes(from, padded, limit, per_row != 0, step, codes, scales, threads);
 }
 }
+
+#include "steps.hpp"

@@ -4,6 +4,7 @@
 //   Spread    the codes of one row for the same inputs, the same in every lane
 //   Sums      16 sums of 32 bits, one a column
 //   add(sums, weights, x)   sums[c] += sum over the group of w[c][k] * x[k]
+//   join(a, b)   a + b
 //
 // Pairs: 16-bit products of two inputs, for activations of any width.
 //
@@ -51,6 +52,7 @@ constexpr const char* kLevel = "vnni";
 struct Wide {
   using Sums = __m512i;
   static Sums zero() { return _mm512_setzero_si512(); }
+  static Sums join(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
   static void store(Sums sums, int32_t* to) { _mm512_store_si512(to, sums); }
 };
 
@@ -146,6 +148,9 @@ struct Pairs {
     asm volatile("" : "+x"(sums.low), "+x"(sums.high));
     return sums;
   }
+  static Sums join(Sums a, Sums b) {
+    return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+  }
   static void store(Sums sums, int32_t* to) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(to), sums.low);
     _mm256_store_si256(reinterpret_cast<__m256i*>(to) + 1, sums.high);
@@ -190,6 +195,10 @@ struct Pairs {
   static Sums add(Sums sums, const Weights& w, Spread x) {
     for (int c = 0; c < kColumns; ++c) sums.of[c] += w.even[c] * x.even + w.odd[c] * x.odd;
     return sums;
+  }
+  static Sums join(Sums a, const Sums& b) {
+    for (int c = 0; c < kColumns; ++c) a.of[c] += b.of[c];
+    return a;
   }
   static void store(const Sums& sums, int32_t* to) { std::memcpy(to, sums.of, sizeof sums.of); }
 };

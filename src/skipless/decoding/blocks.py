@@ -1,0 +1,209 @@
+"""Blocks that compute attention and MLP of one new token in one C++ call each.
+
+Connections and the norms after a sublayer stay modules; `stack.py` takes them in where it can.
+Read by `skipless.decoding`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from skipless.decoding.stack import Stack, mark, one_token, sum_of_hooks
+from skipless.errors import UserError
+from skipless.model import Attention, Block
+from skipless.model.cache import FloatStore, KeyValueCache, Store
+from skipless.model.context import ForwardContext
+from skipless.model.mlp import MLP
+from skipless.model.norms import RMSNorm
+from skipless.quant.activations import ActivationQuantizer
+from skipless.quant.apply import Quantization
+from skipless.quant.fused import Step, attention_step, mlp_step, run_attention, run_mlp, store_of
+from skipless.quant.kvcache import PackedStore, PackedTensor
+
+STATE = "_skipless_fused"
+
+
+class FusedBlock(Block):
+    """A block whose sublayers take one new token in one call each; made by `fuse`."""
+
+    def forward(self, stream: Tensor, context: ForwardContext) -> Tensor:
+        state: BlockState = getattr(self, STATE)
+        if not state.is_ready:
+            state.prepare()
+        if state.stack is not None:
+            done = state.stack.take(state, stream, context)
+            if done is not None:
+                return done
+        if not state.fits(stream, context):
+            return super().forward(stream, context)
+        cache = cast(KeyValueCache, context.cache)
+        attention, mlp = state.steps()
+        post = self.placement == "post"
+        if attention is not None and self.attention_connection is not None:
+            stores = state.stores(cache)
+            branch = run_attention(
+                attention, stream.contiguous(), context.rotary, stores, cache.length
+            )
+            stream = self.attention_connection(stream, branch, context)
+        norm = self.post_attention_layernorm
+        if post and norm is not None:
+            stream = norm(stream)
+        if mlp is not None and self.mlp_connection is not None:
+            stream = self.mlp_connection(stream, run_mlp(mlp, stream.contiguous()), context)
+        if post:
+            stream = self.post_feedforward_layernorm(stream)
+        return stream
+
+
+class BlockState:
+    """What a fused block carries; built again after a copy, since it holds addresses."""
+
+    def __init__(self, block: Block, record: Quantization) -> None:
+        self.block, self.record = block, record
+        self.stack: Stack | None = None
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What depends on the block alone; not yet whole while it is being copied."""
+        block = self.block
+        self._steps: tuple[Step | None, Step | None] | None = None
+        self._known: tuple[Any, Any] = (None, None)
+        self.layer = block.self_attn.layer if block.self_attn is not None else None
+        inside: list[nn.Module] = []
+        for part in (block.input_layernorm, block.self_attn, block.mlp):
+            inside += [] if part is None else list(part.modules())
+        if block.placement == "pre" and block.post_attention_layernorm is not None:
+            inside.append(block.post_attention_layernorm)
+        self.hooks = [h for m in inside for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self._num_hooks = sum_of_hooks(self.hooks)
+        self.is_ready = True
+
+    def __deepcopy__(self, memo: dict) -> BlockState:
+        import copy
+
+        twin = BlockState.__new__(BlockState)
+        memo[id(self)] = twin
+        twin.is_ready = False
+        twin.block = copy.deepcopy(self.block, memo)
+        twin.record = copy.deepcopy(self.record, memo)
+        twin.stack = copy.deepcopy(self.stack, memo)
+        return twin
+
+    def fits(self, stream: Tensor, context: ForwardContext) -> bool:
+        """Whether this forward pass is one new token that a fused step computes."""
+        if not one_token(stream, context, self.record) or self.block.training:
+            return False
+        if self.layer is not None and not self.holds(cast(KeyValueCache, context.cache)):
+            return False
+        return sum_of_hooks(self.hooks) == self._num_hooks
+
+    def holds(self, cache: KeyValueCache) -> bool:
+        """Whether keys and values are kept as the step was told."""
+        site = self._site("key")
+        kind = FloatStore if site is None else PackedStore
+        return all(
+            isinstance(cache.stores.get((self.layer, name)), kind)  # pyright: ignore
+            for name in ("key", "value")
+        )
+
+    def steps(self) -> tuple[Step | None, Step | None]:
+        """Of attention and MLP, None for one that the block does not have."""
+        if self.record.state.unseen:  # what runs inside a step runs
+            self.record.state.unseen -= self.names
+        if self._steps is None or self.changed():
+            self.build()
+        assert self._steps is not None, "just built"
+        return self._steps
+
+    def stores(self, cache: KeyValueCache) -> tuple[Any, Any]:
+        """Addresses of keys and values, with room for one more token."""
+        pair = []
+        for place, name in enumerate(("key", "value")):
+            store = cast(Any, cache.stores[self.layer, name])  # pyright: ignore
+            codes, scales = _room(store, cache.length)
+            known = self._known[place]
+            if known is None or known[0] is not codes:
+                known = (codes, scales, store_of(codes, scales))
+                self._known = (known, self._known[1]) if place == 0 else (self._known[0], known)
+            pair.append(known[2])
+        return pair[0], pair[1]
+
+    def build(self) -> None:
+        """Make the structures. Raises UserError for what no step covers."""
+        block, attention, mlp = self.block, self.block.self_attn, self.block.mlp
+        pre = block.placement == "pre"
+        first = second = None
+        self._inputs: list[tuple[dict[str, Any], str, Any]] = []
+        if attention is not None:
+            first = self._attention(attention, block.input_layernorm if pre else None)
+        if mlp is not None:
+            second = self._mlp(mlp, block.post_attention_layernorm if pre else None)
+        self._steps = first, second
+        kinds = ("linear_input", "key", "value")
+        self.names = {
+            s.site.name for s in self.record.activations
+            if s.site.layer == self.layer and s.site.kind in kinds
+        }  # fmt: skip
+
+    def _attention(self, attention: Attention, norm: nn.Module | None) -> Step:
+        if attention.measures_entropy:
+            raise UserError("its connection reads the entropy of attention, which stays inside")
+        temperature = attention.temperature
+        if temperature.length_scaled:
+            raise UserError("its temperature depends on the number of visible keys")
+        scale = torch.full((attention.num_heads,), temperature.scaling)
+        if temperature.tau is not None:
+            self._watch(temperature, "tau")
+            scale = scale * temperature.tau.detach().float()
+        if attention.identity_bias is not None:
+            self._watch(attention, "identity_bias")
+        return attention_step(
+            self.norm_of(norm),
+            (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+            (attention.num_heads, attention.num_key_value_heads, attention.head_dim),
+            scale, attention.identity_bias, self._site("key"), self._site("value"),
+        )  # fmt: skip
+
+    def _mlp(self, mlp: MLP, norm: nn.Module | None) -> Step:
+        from skipless.model.mlp import ACTIVATIONS
+
+        names = [name for name, kind in ACTIVATIONS.items() if type(mlp.act) is kind]
+        if not names:
+            raise UserError(f"its activation is {type(mlp.act).__name__}, which no step computes")
+        return mlp_step(self.norm_of(norm), mlp.gate_proj, mlp.up_proj, mlp.down_proj, names[0])
+
+    def norm_of(self, norm: nn.Module | None) -> tuple[str, Tensor | None, Tensor | None, float]:
+        if norm is None:
+            return "none", None, None, 0.0
+        if isinstance(norm, RMSNorm):
+            self._watch(norm, "weight")
+            return "rmsnorm", norm.weight, None, norm.eps
+        if isinstance(norm, nn.LayerNorm):
+            self._watch(norm, "weight", "bias")
+            return "layernorm", norm.weight, norm.bias, norm.eps
+        raise UserError(f"its norm is {type(norm).__name__}, which no step computes")
+
+    def _watch(self, module: nn.Module, *names: str) -> None:
+        """Build again when one of these parameters was changed or replaced."""
+        own = module._parameters
+        self._inputs += [(own, name, mark(own[name])) for name in names]
+
+    def changed(self) -> bool:
+        return any(mark(own[name]) != known for own, name, known in self._inputs)
+
+    def _site(self, kind: str) -> ActivationQuantizer | None:
+        for site in self.record.activations:
+            if site.site.kind == kind and site.site.layer == self.layer:
+                return site
+        return None
+
+
+def _room(store: Store, used: int) -> tuple[Tensor, Tensor | None]:
+    """Codes and scales, or floats and None, with room for one token after `used`."""
+    if isinstance(store, FloatStore):
+        return store.reserve(used, used + 1), None
+    packed: PackedTensor = cast(PackedStore, store).packed
+    return packed.reserve(used, used + 1)

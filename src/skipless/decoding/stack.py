@@ -1,0 +1,173 @@
+"""All blocks of one new token in one C++ call, where every connection is an elementwise sum.
+
+The first block of the model runs the whole stack and tells the others so through the context; they
+hand the stream on. Connections C1-C7 and C9 are y = a x + b f + c x0 with numbers or vectors that
+are read from their parameters. Read by `blocks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from skipless.model import connections as kinds
+from skipless.model.cache import KeyValueCache
+from skipless.model.connections import Connection
+from skipless.model.context import ForwardContext
+from skipless.quant.apply import Quantization
+from skipless.quant.fused import StackStep
+
+if TYPE_CHECKING:
+    from skipless.decoding.blocks import BlockState
+
+Weight = float | Tensor
+
+
+def one_token(stream: Tensor, context: ForwardContext, record: Quantization) -> bool:
+    """Whether this is one new token a sequence behind a cache, wanted for its value only."""
+    cache, rotary = context.cache, context.rotary
+    return (
+        stream.shape[1] == 1
+        and cache is not None
+        and cache.length > 0
+        and context.visible is None
+        and not torch.is_grad_enabled()
+        and record.state.mode == "quantize"
+        and stream.dtype == torch.float32
+        and stream.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+        and (rotary is None or rotary[0].dim() == 2 and rotary[0].dtype == torch.float32)
+    )
+
+
+def sum_of_hooks(hooks: list) -> int:
+    """How many hooks are set in these dictionaries."""
+    return sum(map(len, hooks))
+
+
+def mark(tensor: Tensor | None) -> tuple[int, int] | None:
+    """Changes when a tensor is written or moved."""
+    return None if tensor is None else (tensor.data_ptr(), tensor._version)
+
+
+def weights_of(connection: Connection) -> tuple[Weight, Weight, Weight] | None:
+    """(a, b, c) of y = a x + b f + c x0 (C0); None for a connection that is not of this form."""
+    kind = type(connection)
+    if kind is kinds.Residual:
+        return 1.0, 1.0, 0.0
+    if kind is kinds.NoConnection:
+        return 0.0, 1.0, 0.0
+    if kind is kinds.Fixed:
+        return connection.config.a, connection.config.b, connection.config.c
+    if kind in (kinds.ReZero, kinds.LayerScale, kinds.Interpolate, kinds.Anneal, kinds.Learned):
+        gains = connection.gains()
+        return gains.get("a", 1.0), gains.get("b", 1.0), 0.0
+    return None
+
+
+class Stack:
+    """The blocks of one model as one call; built again when a gain or a norm changes."""
+
+    def __init__(self, states: list[BlockState]) -> None:
+        self.states = states
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What depends on the blocks alone; not yet whole while they are being copied."""
+        states = self.states
+        for state in states:
+            if not state.is_ready:
+                state.prepare()
+        self.step: StackStep | None = None
+        parts: list[nn.Module] = []
+        for state in states:
+            block = state.block
+            parts += [block]
+            for part in (block.attention_connection, block.mlp_connection):
+                parts += [] if part is None else list(part.modules())
+            if block.placement == "post":
+                parts += [block.post_attention_layernorm, block.post_feedforward_layernorm]
+        # The first block runs by itself, hooks and all; the others are asked for hooks here.
+        own = [h for m in parts[1:] for h in (m._forward_hooks, m._forward_pre_hooks)]
+        self._hooks = own + [hooks for state in states for hooks in state.hooks]
+        self._num_hooks = sum_of_hooks(self._hooks)
+        self._gains: list[tuple[dict[str, Any], str, Any]] = []
+        self.is_ready = True
+
+    def __deepcopy__(self, memo: dict) -> Stack:
+        import copy
+
+        twin = Stack.__new__(Stack)
+        memo[id(self)] = twin
+        twin.is_ready = False
+        twin.states = copy.deepcopy(self.states, memo)
+        return twin
+
+    @staticmethod
+    def covers(states: list[BlockState]) -> bool:
+        """Whether every connection is of the form, and no block drops anything."""
+        return all(
+            connection is None or weights_of(connection) is not None
+            for state in states
+            for connection in (state.block.attention_connection, state.block.mlp_connection)
+        )
+
+    def take(self, state: BlockState, stream: Tensor, context: ForwardContext) -> Tensor | None:
+        """The stream behind the last block, if this pass is computed so; None if it is not."""
+        if state is not self.states[0]:
+            return stream if context.is_finished else None
+        if not one_token(stream, context, state.record) or state.block.training:
+            return None
+        if not self.is_ready:
+            self.prepare()
+        cache = cast(KeyValueCache, context.cache)
+        if sum_of_hooks(self._hooks) != self._num_hooks:
+            return None
+        if not all(s.layer is None or s.holds(cache) for s in self.states):
+            return None
+        if self.step is None or self._changed():
+            self._build()
+        assert self.step is not None, "just built"
+        if state.record.state.unseen:
+            for other in self.states:
+                state.record.state.unseen -= other.names
+        for place, other in enumerate(s for s in self.states if s.layer is not None):
+            self.step.keep(place, other.stores(cache))
+        context.is_finished = True
+        return self.step.run(stream, context.embedding, context.rotary, cache.length)
+
+    def _changed(self) -> bool:
+        moved = any(mark(own[name]) != known for own, name, known in self._gains)
+        return moved or any(state.changed() for state in self.states)
+
+    def _build(self) -> None:
+        make = StackStep()
+        self._gains = []
+        for state in self.states:
+            block = state.block
+            attention, mlp = state.steps()
+            post = block.placement == "post"
+            for step, connection, norm in (
+                (attention, block.attention_connection, block.post_attention_layernorm),
+                (mlp, block.mlp_connection, block.post_feedforward_layernorm if post else None),
+            ):
+                after = state.norm_of(norm if post else None)
+                if connection is None:
+                    if post:
+                        make.add(None, (0.0, 1.0, 0.0), after, block_width(state))
+                    continue
+                weights = weights_of(connection)
+                assert weights is not None, "`covers` has looked"
+                make.add(step, weights, after, connection.hidden_size)
+                for own in (connection._parameters, connection._buffers):
+                    self._gains += [(own, name, mark(own[name])) for name in own]
+        make.finish()
+        self.step = make
+
+
+def block_width(state: BlockState) -> int:
+    """D, from a norm of the block."""
+    norm = cast(Any, state.block.post_feedforward_layernorm)
+    return norm.weight.numel()

@@ -1,0 +1,345 @@
+"""One new token through attention or an MLP in one C++ call: the arguments of those calls (Q4).
+
+Structures as in `kernels/decode.hpp`, made once for a sublayer from its integer layers; a step then
+hands over addresses only. The integers are those of the layers themselves. Knows linear layers,
+norms as tensors and numbers, and stores of keys and values; which module is which is the caller's
+to say (`skipless.decoding`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.quant import building
+from skipless.quant.activations import ActivationQuantizer
+from skipless.quant.engines import ENGINES, KernelEngine
+from skipless.quant.hardware import fastest_kernel
+from skipless.quant.integer import integer_state
+from skipless.quant.kvcache import PackedTensor
+from skipless.sites import bias_of
+
+_I64, _I32, _F32, _ADDRESS = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
+NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
+ACTIVATIONS = {"gelu": 0, "relu": 1, "relu2": 2, "swiglu": 3}
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        ("w", _ADDRESS), ("column_scale", _ADDRESS), ("bias", _ADDRESS), ("inputs", _I64),
+        ("groups", _I64), ("columns", _I64), ("block", _I64), ("form", _I32), ("limit", _I32),
+        ("per_row", _I32), ("step", _F32),
+    ]  # fmt: skip
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", _ADDRESS), ("bias", _ADDRESS), ("epsilon", _F32), ("kind", _I32)]
+
+
+class _Rounding(ctypes.Structure):
+    _fields_ = [("kind", _I32), ("limit", _I32), ("per_head", _I32), ("step", _F32)]
+
+
+class _Store(ctypes.Structure):
+    _fields_ = [("codes", _ADDRESS), ("scales", _ADDRESS), ("capacity", _I64)]
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        ("norm", _Norm), ("q", _Linear), ("k", _Linear), ("v", _Linear), ("o", _Linear),
+        ("key", _Rounding), ("value", _Rounding), ("heads", _I64), ("groups", _I64),
+        ("size", _I64), ("head_scale", _ADDRESS), ("identity_bias", _ADDRESS),
+    ]  # fmt: skip
+
+
+class _Mlp(ctypes.Structure):
+    _fields_ = [
+        ("norm", _Norm), ("gate", _Linear), ("up", _Linear), ("down", _Linear),
+        ("activation", _I64),
+    ]  # fmt: skip
+
+
+class _Join(ctypes.Structure):
+    _fields_ = [
+        ("a", _ADDRESS), ("b", _ADDRESS), ("c", _ADDRESS), ("a_is_one", _I64), ("after", _Norm),
+    ]  # fmt: skip
+
+
+class _Sublayer(ctypes.Structure):
+    _fields_ = [
+        ("kind", _I64), ("attention", _ADDRESS), ("mlp", _ADDRESS), ("join", _Join),
+        ("keys", _Store), ("values", _Store),
+    ]  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Step:
+    """A sublayer's structure, the function that reads it, and what keeps its addresses valid."""
+
+    structure: ctypes.Structure
+    function: Any
+    library: Any
+    kept: list[Any]
+    sites: list[ActivationQuantizer]
+    """Whose inputs the bits of the function's result speak of, lowest first."""
+
+    def report(self, bad: int) -> None:
+        """Tell the forward state which inputs were not finite."""
+        for place, site in enumerate(self.sites):
+            if bad >> place & 1:
+                site.state.note_scale(site.site.name, torch.tensor(torch.nan))
+
+
+class _Builder:
+    """Collects one sublayer's pieces."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+        self.engine = ""
+
+    def address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.detach()
+        if tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            tensor = tensor.float().contiguous()
+        self.kept.append(tensor)
+        return tensor.data_ptr()
+
+    def linear(self, module: nn.Module) -> _Linear:
+        """Of a layer that runs on integers by a C++ engine. Raises UserError for another."""
+        own = integer_state(module)
+        engine = ENGINES[own.engine] if own is not None else None
+        if own is None or not isinstance(engine, KernelEngine):
+            raise UserError(
+                "a fused step needs linear layers that run on integers by a C++ engine; call "
+                "to_integer(model) first, on a machine with a compiler"
+            )
+        if self.engine not in ("", own.engine):
+            raise UserError("the layers of one sublayer run by different engines; name one")
+        self.engine = own.engine
+        site, prepared = own.quantizer, own.prepared
+        form, block = engine.form(prepared)
+        self.kept.append(prepared)
+        return _Linear(
+            w=prepared.data.data_ptr(), column_scale=prepared.column_scale.data_ptr(),
+            bias=self.address(bias_of(module)), inputs=prepared.problem.in_features,
+            groups=prepared.data.shape[1], columns=prepared.problem.out_features, block=block,
+            form=form, limit=prepared.problem.largest_activation,
+            per_row=int(site.granularity == "token"), step=_step(site),
+        )  # fmt: skip
+
+    def norm(self, kind: str, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> _Norm:
+        return _Norm(
+            weight=self.address(weight), bias=self.address(bias), epsilon=epsilon,
+            kind=NORMS[kind],
+        )  # fmt: skip
+
+    def done(self, structure: ctypes.Structure, name: str, sites: list) -> Step:
+        library = building.library(self.engine)
+        return Step(
+            structure=structure, function=getattr(library, f"skipless_{name}"), library=library,
+            kept=self.kept, sites=sites,
+        )  # fmt: skip
+
+
+def _step(site: ActivationQuantizer) -> float:
+    """The fixed step of a site's codes, -1 for one from each input's absmax."""
+    if isinstance(site.clip, str):
+        if site.clip != "absmax":
+            raise UserError(
+                f"{site.site.name} takes its range by {site.clip}, which a fused step does not; "
+                "use absmax or -static"
+            )
+        return -1.0
+    if isinstance(site.clip, tuple):
+        raise UserError(f"{site.site.name} has a zero point, which a fused step does not know")
+    limit = 2 ** (site.bits - 1) - 1
+    clip = torch.as_tensor(site.clip).to(torch.float32)  # as `fake.quantizer` computes it
+    return float(clip.clamp_min(torch.finfo(torch.float32).tiny * limit) / limit)
+
+
+def _rounding(site: ActivationQuantizer | None) -> _Rounding:
+    if site is None:
+        return _Rounding(kind=0, limit=0, per_head=0, step=-1.0)
+    packed = PackedTensor(site.bits, symmetric=site.symmetric)
+    if packed.dtype != torch.int8:
+        raise UserError(f"{site.site.name} is kept in more than 8 bits, which no fused step reads")
+    return _Rounding(
+        kind=2 if packed.nibbles else 1, limit=2 ** (site.bits - 1) - 1,
+        per_head=int(site.granularity == "token"), step=_step(site),
+    )  # fmt: skip
+
+
+def attention_step(
+    norm: tuple[str, Tensor | None, Tensor | None, float],
+    projections: tuple[nn.Module, nn.Module, nn.Module, nn.Module],
+    heads: tuple[int, int, int],
+    head_scale: Tensor,
+    identity_bias: Tensor | None,
+    key: ActivationQuantizer | None,
+    value: ActivationQuantizer | None,
+) -> Step:
+    """The step of an attention sublayer.
+
+    `norm` kind, gain, bias, epsilon; `projections` q, k, v, o; `heads` H, G, K; `head_scale` [H]
+    multiplies the logits; `key` and `value` quantise the cache, None keeps float32. Raises
+    UserError, leaving everything alone, for what no step covers.
+    """
+    make = _Builder()
+    q, k, v, o = (make.linear(module) for module in projections)
+    structure = _Attention(
+        norm=make.norm(*norm), q=q, k=k, v=v, o=o, key=_rounding(key), value=_rounding(value),
+        heads=heads[0], groups=heads[1], size=heads[2], head_scale=make.address(head_scale),
+        identity_bias=make.address(identity_bias),
+    )  # fmt: skip
+    first, last = (_site(projections[i]) for i in (0, 3))
+    return make.done(structure, "attention_step", [first, key or first, value or first, last])
+
+
+def mlp_step(
+    norm: tuple[str, Tensor | None, Tensor | None, float],
+    gate: nn.Module | None,
+    up: nn.Module,
+    down: nn.Module,
+    activation: str,
+) -> Step:
+    """The step of an MLP sublayer; arguments as in `attention_step`."""
+    make = _Builder()
+    structure = _Mlp(
+        norm=make.norm(*norm), gate=make.linear(gate) if gate is not None else _Linear(),
+        up=make.linear(up), down=make.linear(down), activation=ACTIVATIONS[activation],
+    )  # fmt: skip
+    return make.done(structure, "mlp_step", [_site(up), _site(down)])
+
+
+def _site(module: nn.Module) -> ActivationQuantizer:
+    own = integer_state(module)
+    assert own is not None, "`linear` has looked"
+    return own.quantizer
+
+
+def store_of(tensor: Tensor, scales: Tensor | None) -> _Store:
+    """Where a step finds keys or values [B, G, capacity, ...] and their scales."""
+    return _Store(
+        codes=tensor.data_ptr(), scales=None if scales is None else scales.data_ptr(),
+        capacity=tensor.shape[2],
+    )  # fmt: skip
+
+
+def run_attention(
+    step: Step, x: Tensor, tables: tuple[Tensor, Tensor] | None, stores: tuple, past: int
+) -> Tensor:
+    """The branch [B, 1, D] of contiguous float32 `x` [B, 1, D]; keys and values are stored."""
+    out = torch.empty_like(x)
+    cosine, sine = (None, None) if tables is None else (t.data_ptr() for t in tables)
+    bad = step.function(
+        ctypes.byref(step.structure), x.data_ptr(), x.shape[0], x.shape[-1], cosine, sine,
+        ctypes.byref(stores[0]), ctypes.byref(stores[1]), past, out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if bad:
+        step.report(bad)
+    return out
+
+
+def run_mlp(step: Step, x: Tensor) -> Tensor:
+    """The branch [B, 1, D] of contiguous float32 `x` [B, 1, D]."""
+    out = torch.empty_like(x)
+    bad = step.function(
+        ctypes.byref(step.structure), x.data_ptr(), x.shape[0], x.shape[-1], out.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if bad:
+        step.report(bad)
+    return out
+
+
+class StackStep:
+    """Sublayers of a whole stack in the order they run; `add` them, `finish`, then `run`."""
+
+    def __init__(self) -> None:
+        self._made = _Builder()
+        self._sublayers: list[_Sublayer] = []
+        self._steps: list[Step | None] = []
+
+    def add(
+        self, step: Step | None, weights: tuple[Any, Any, Any],
+        after: tuple[str, Tensor | None, Tensor | None, float], width: int,
+    ) -> None:  # fmt: skip
+        """A sublayer (None: nothing but `after`) with a, b, c of its join, numbers or tensors."""
+        a, b, c = weights
+        join = _Join(
+            a=None if _is(a, 0.0) or _is(a, 1.0) else self._vector(a, width),
+            b=None if _is(b, 1.0) else self._vector(b, width),
+            c=None if _is(c, 0.0) else self._vector(c, width),
+            a_is_one=int(_is(a, 1.0)), after=self._made.norm(*after),
+        )  # fmt: skip
+        is_attention = step is not None and isinstance(step.structure, _Attention)
+        address = None if step is None else ctypes.addressof(step.structure)
+        self._sublayers.append(
+            _Sublayer(
+                kind=2 if step is None else 0 if is_attention else 1,
+                attention=address if is_attention else None,
+                mlp=None if is_attention else address, join=join,
+            )
+        )  # fmt: skip
+        self._steps.append(step)
+
+    def _vector(self, value: Any, width: int) -> int | None:
+        whole = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(width)
+        return self._made.address(whole.contiguous())
+
+    def finish(self) -> None:
+        """Put them in one piece of memory."""
+        self._array = (_Sublayer * len(self._sublayers))(*self._sublayers)
+        self._attentions = [n for n, sub in enumerate(self._sublayers) if sub.kind == 0]
+        self._known: list[Any] = [None] * len(self._attentions)
+        step = next(step for step in self._steps if step is not None)
+        self._function = step.library.skipless_stack_step
+
+    def keep(self, place: int, stores: tuple[_Store, _Store]) -> None:
+        """Where the `place`-th attention finds its keys and values."""
+        known = self._known[place]
+        if known is None or known[0] is not stores[0] or known[1] is not stores[1]:
+            sublayer = self._array[self._attentions[place]]
+            sublayer.keys, sublayer.values = stores
+            self._known[place] = stores
+
+    def run(
+        self, x: Tensor, embedding: Tensor | None, tables: tuple[Tensor, Tensor] | None, past: int
+    ) -> Tensor:
+        """The stream [B, 1, D] after the last sublayer; `x` is not changed."""
+        first = x.contiguous() if embedding is None else embedding.contiguous()
+        out = x.clone(memory_format=torch.contiguous_format)
+        cosine, sine = (None, None) if tables is None else (t.data_ptr() for t in tables)
+        bad = self._function(
+            self._array, len(self._array), out.data_ptr(), first.data_ptr(), x.shape[0],
+            x.shape[-1], cosine, sine, past, torch.get_num_threads(),
+        )  # fmt: skip
+        if bad >= 0 and (step := self._steps[bad // 16]) is not None:
+            step.report(bad % 16)
+        return out
+
+
+def _is(value: Any, number: float) -> bool:
+    return not isinstance(value, Tensor) and value == number
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x w^T + b of a few float32 rows [..., K] in one C++ call."""
+    kernel = fastest_kernel()
+    if kernel is None:
+        return nn.functional.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = torch.empty(*x.shape[:-1], len(weight))
+    building.library(kernel.name).skipless_dense(
+        rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), len(rows),
+        rows.shape[1], len(weight), out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,252 @@
+"""Fused decoding gives what the modules give, steps aside where it must, and is undone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from skipless.config import (
+    ConnectionConfig,
+    InitConfig,
+    ModelConfig,
+    TemperatureConfig,
+)
+from skipless.decoding import fuse, unfuse
+from skipless.decoding.blocks import FusedBlock
+from skipless.errors import UserError
+from skipless.model import Block, KeyValueCache, Transformer
+from skipless.quant import from_integer, quantize, restore, to_integer
+from skipless.quant.hardware import fastest_kernel
+
+pytestmark = pytest.mark.skipif(fastest_kernel() is None, reason="needs a C++ compiler")
+IDS = torch.randint(61, (3, 5), generator=torch.Generator().manual_seed(0))
+
+
+def make(connection: str | ConnectionConfig = "residual", **changes) -> Transformer:
+    if isinstance(connection, str):
+        connection = ConnectionConfig(kind=connection)
+    config = ModelConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=61,
+        max_position_embeddings=40, connection=connection, **changes,
+    )  # fmt: skip
+    model = Transformer(config, seed=0).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():  # gains and norms at their start would hide what is left out
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.rand(parameter.shape, generator=generator))
+    return model
+
+
+def decode(model: Transformer, rows: int = 1, steps: int = 4) -> torch.Tensor:
+    cache, found = model.new_cache(), []
+    with torch.no_grad():
+        model(IDS[:rows], cache=cache)
+        for step in range(steps):
+            ids = torch.arange(rows)[:, None] + step
+            found.append(model(ids, cache=cache).logits)
+    return torch.cat(found, 1)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+VARIANTS = {
+    "residual": {},
+    "none": {"connection": "none"},
+    "fixed": {"connection": ConnectionConfig(kind="fixed", a=0.7, b=0.5, c=0.3)},
+    "rezero": {"connection": "rezero"},
+    "layerscale": {"connection": "layerscale"},
+    "interpolate": {"connection": "interpolate"},
+    "learned": {"connection": "learned"},
+    "sphere": {"connection": "sphere"},  # no sum: a call a sublayer
+    "post": {"norm_placement": "post"},
+    "post-sphere": {"norm_placement": "post", "connection": "sphere"},
+    "no norm": {"norm_placement": "none"},
+    "layernorm": {"norm": "layernorm"},
+    "groups": {"num_key_value_heads": 2},
+    "one group": {"num_key_value_heads": 1, "position": "learned"},
+    "relu": {"hidden_act": "relu"},
+    "relu2": {"hidden_act": "relu2"},
+    "swiglu": {"hidden_act": "swiglu", "intermediate_size": 100},
+    "bias": {"init": InitConfig(identity_bias=2.0)},
+    "temperature": {"temperature": TemperatureConfig(kind="learned_head")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fused_equals_unfused(name, rows):
+    """16-bit activations: a code that rounding tips is worth a 32,767th."""
+    model = make(**VARIANTS[name])
+    quantize(model, "W8A16")
+    to_integer(model)
+    expected = decode(model, rows)
+    assert fuse(model) is model and isinstance(model.layers[0], FusedBlock)
+    assert distance(decode(model, rows), expected) < 2e-4
+    assert ("sphere" in name) == (model.layers[0]._skipless_fused.stack is None)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    ["W8A8-KV8", "W8A8-KV8-a:token", "W4A8-KV4", "W3A12-KV3-w:channel-a:token", "W8A12-static-KV8",
+     "W8A8", "W4A8-KV8 layers.1.self_attn.q_proj=W8A12"],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 3])
+def test_schemes_and_packed_caches(scheme, rows):
+    model = make()
+    quantize(model, scheme, calibration=[IDS])
+    to_integer(model)
+    expected = decode(model, rows, 12)
+    cache = model.new_cache()
+    fuse(model)
+    found = decode(model, rows, 12)
+    # A value near a border of the grid may fall on its other side.
+    assert distance(found, expected) < 0.05
+    close = (found - expected).abs().amax(-1) < 1e-3 * expected.abs().amax()
+    assert close.float().mean() > 0.3, "most steps agree to rounding"
+    assert isinstance(cache, KeyValueCache)
+
+
+def test_two_threads_give_the_same():
+    model = make()
+    quantize(model, "W8A8-KV8")
+    fuse(to_integer(model))
+    expected = decode(model, 3)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(decode(model, 3), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_crop_reorder_and_long_texts():
+    model = make()
+    quantize(model, "W8A8-KV8-a:token")
+    fuse(to_integer(model))
+    with torch.no_grad():
+        cache = model.new_cache()
+        model(IDS[:2], cache=cache)
+        after = model(IDS[:2, :1], cache=cache).logits
+        cache.crop(5)
+        assert torch.equal(model(IDS[:2, :1], cache=cache).logits, after)
+        cache.crop(5)
+        cache.reorder(torch.tensor([1, 0, 1]))
+        turned = model(IDS[[1, 0, 1], :1], cache=cache).logits
+        torch.testing.assert_close(turned, after[[1, 0, 1]], rtol=1e-4, atol=1e-4)
+    text = model.generate(IDS[:1], 50)  # the window slides, and so the cache starts anew
+    unfuse(model)
+    again = model.generate(IDS[:1], 50)
+    assert text.shape == again.shape and (text == again).float().mean() > 0.2
+
+
+def test_hooks_padding_gradients_and_training_go_the_usual_way():
+    model = make()
+    quantize(model, "W8A12-KV8")
+    to_integer(model)
+    expected = decode(model)
+    fuse(model)
+    fused = decode(model)
+    seen = []
+    handle = model.layers[1].mlp.act.register_forward_hook(lambda m, a, out: seen.append(out.shape))
+    assert torch.equal(decode(model), expected) or len(seen) == 5
+    assert len(seen) == 5 and seen[-1] == (1, 1, 256)
+    handle.remove()
+    streams = []
+    handle = model.layers[2].register_forward_hook(lambda m, a, out: streams.append(out))
+    assert torch.equal(decode(model), fused) is False or len(streams) == 5
+    handle.remove()
+    assert torch.equal(decode(model), fused)
+    with torch.no_grad():
+        cache = model.new_cache()
+        mask = torch.ones(2, 5)
+        mask[0, :2] = 0
+        model(IDS[:2], attention_mask=mask, cache=cache)
+        mask = torch.cat((mask, torch.ones(2, 1)), 1)
+        padded = model(IDS[:2, :1], attention_mask=mask, cache=cache).logits
+    assert bool(torch.isfinite(padded).all())
+
+
+def test_changed_norms_and_gains_are_noticed():
+    model = make("learned")
+    quantize(model, "W8A16")
+    fuse(to_integer(model))
+    decode(model)
+    with torch.no_grad():
+        model.layers[1].input_layernorm.weight.mul_(1.5)
+        model.layers[2].mlp_connection.a.mul_(0.5)
+    model.layers[0].post_attention_layernorm.weight = torch.nn.Parameter(torch.full((64,), 0.3))
+    fused = decode(model)
+    unfuse(model)
+    assert distance(fused, decode(model)) < 2e-4
+
+
+def test_it_is_undone_and_copied():
+    model = make()
+    reference = decode(model)
+    quantize(model, "W8A8-KV8")
+    to_integer(model)
+    executed = decode(model)
+    fuse(model)
+    fused = decode(model)
+    with pytest.raises(UserError, match="fused already"):
+        fuse(model)
+    twin = copy.deepcopy(model)
+    assert torch.equal(decode(twin), fused)
+    assert twin.layers[0]._skipless_fused.block is twin.layers[0]
+    unfuse(model)
+    assert type(model.layers[0]) is Block and type(model.lm_head) is torch.nn.Linear
+    assert torch.equal(decode(model), executed)
+    fuse(model)
+    from_integer(model)
+    assert type(model.layers[0]) is Block
+    fuse(to_integer(model))
+    restore(model)
+    assert torch.equal(decode(model), reference) and type(model.lm_head) is torch.nn.Linear
+    restore(twin)
+    assert torch.equal(decode(twin), reference)
+
+
+def test_nan_is_named():
+    model = make()
+    quantize(model, "W8A8-KV8")
+    fuse(to_integer(model))
+    decode(model)
+    with torch.no_grad():
+        cache = model.new_cache()
+        model(IDS[:1], cache=cache)
+        model.layers[1].post_attention_layernorm.weight[3] = torch.nan
+        with pytest.raises(UserError, match=r"reached layers\.1\.mlp\.up_proj:input"):
+            model(IDS[:1, :1], cache=cache)
+
+
+def test_refusals(make_plain=torch.nn.Linear):
+    model = make()
+    with pytest.raises(UserError, match="quantize it"):
+        fuse(model)
+    with pytest.raises(UserError, match="Linear is no skipless model"):
+        fuse(make_plain(3, 3))
+    quantize(model, "W8A8")
+    with pytest.raises(UserError, match="layer 0: a fused step needs"):
+        fuse(model)
+    to_integer(model, "float")
+    with pytest.raises(UserError, match="layer 0: a fused step needs"):
+        fuse(model)
+    restore(model)
+    quantize(model, "W8A8", scope="block")
+    to_integer(model)
+    with pytest.raises(UserError, match="also rounds stream, sublayer_output"):
+        fuse(model)
+    restore(model)
+    quantize(model, "W8A8-clip:gauss")
+    to_integer(model)
+    with pytest.raises(UserError, match="takes its range by gauss"):
+        fuse(model)
+    assert type(model.layers[0]) is Block
+    scaled = make(temperature=TemperatureConfig(length_scaled=True))
+    quantize(scaled, "W8A8")
+    with pytest.raises(UserError, match="number of visible keys"):
+        fuse(to_integer(scaled))
