@@ -160,6 +160,31 @@ def test_padding_is_left_out(llama):
     assert {row["count"] for row in found["sites"] if row["kind"] == "stream"} == {20}
 
 
+def test_two_stacks_have_a_ratio_each():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(
+        d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=60,
+        num_mel_bins=8, max_source_positions=20, max_target_positions=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    batch = {"input_features": torch.randn(2, 8, 40), "labels": torch.randint(3, 60, (2, 6))}
+    found = gradient_rows(model, batch)
+    assert found["of"] == "the model's own loss"
+    stacks = ["model.encoder.layers", "model.decoder.layers"]
+    for of in ("stream", "parameters"):
+        rows = [row for row in found["ratios"] if row["of"] == of]
+        assert [row["stack"] for row in rows] == stacks
+        assert [row["last_layer"] for row in rows] == [1, 2]
+    output = model.train(False)(**batch)
+    leaf = model.model.decoder.layers[2].fc2.weight
+    (expected,) = torch.autograd.grad(output.loss, leaf)
+    (row,) = [r for r in found["weights"] if r["site"] == "model.decoder.layers.2.fc2.weight"]
+    assert row["norm"] == pytest.approx(float(expected.norm()), rel=1e-5)
+
+
 def test_the_report_shows_them(llama, tmp_path):
     ids = torch.randint(50, (6, 12), generator=torch.Generator().manual_seed(0))
     result = diagnose(llama, ids, "W8A8", layers=False, gradients=True, out=tmp_path / "out")

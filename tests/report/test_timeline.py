@@ -177,6 +177,8 @@ def test_report_opens_a_foreign_log(tmp_path, capsys, tiny_run):
     assert main(["report", str(tmp_path / "log"), str(tiny_run), "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert f"`skipless report {tmp_path / 'log'}` alone" in error
+    assert main(["report", str(tmp_path), "--out", str(out)]) == 2
+    assert f"`skipless report {tmp_path / 'log'}` shows one" in capsys.readouterr().err
 
 
 def test_a_run_of_ours_has_the_same_page(tiny_run):

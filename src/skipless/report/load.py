@@ -210,6 +210,12 @@ def find_runs(paths: Sequence[str | Path]) -> list[Path]:
                 f"{path} is a log of somebody's training and no run directory, so that it cannot "
                 f"stand in a comparison; `skipless report {path}` alone shows it over time"
             )
+        logs = [p for p in sorted(path.glob("*")) if is_log(p)] if not inside else []
+        if logs:
+            raise UserError(
+                f"{path} contains no run directory but logs of somebody's training; `skipless "
+                f"report {logs[0]}` shows one over time"
+            )
         if not inside:
             what = "contains no run directory" if path.is_dir() else "does not exist"
             raise UserError(
