@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from skipless.errors import UserError, check_choice
-from skipless.scheme import Scheme
+from skipless.scheme import Scheme, TrainingPlan
 
 CONNECTION_KINDS = (
     "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
@@ -138,6 +138,17 @@ def check_train(config: Any) -> None:
     kind, _, index = config.device.partition(":")
     if kind not in DEVICES or (":" in config.device and not index.isdecimal()):
         raise UserError(f"train.device is {config.device!r}; use auto, cpu, cuda, cuda:N or mps")
+    if config.quantize is not None:
+        try:
+            TrainingPlan.parse(config.quantize)
+        except UserError as error:
+            raise UserError(f"train.quantize: {error}") from None
+        for name in ("compile", "activation_checkpointing"):
+            if getattr(config, name):
+                raise UserError(
+                    f"train.quantize is {config.quantize!r}, which was never made to work with "
+                    f"train.{name}; leave one of them out"
+                )
 
 
 def check_probe(config: Any) -> None:

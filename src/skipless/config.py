@@ -300,6 +300,8 @@ class TrainConfig(Config):
     num_threads: int | None = None
     """CPU threads; None leaves torch's choice."""
     mirrors: tuple[Literal["tensorboard", "trackio"], ...] = ()
+    quantize: str | None = None
+    """Round while training: "W4A4 scope=block from=0.1 over=0.3" (docs/quantise.md)."""
 
     def __post_init__(self) -> None:
         checks.check_train(self)

@@ -14,6 +14,7 @@ rotation.py     Hadamard matrices of any width
 transforms.py   scaling and rotating without changing the function
 methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
 apply.py        quantize, restore, quantized, paused
+training.py     training with quantisation (Q3)
 integer.py      the same layers computed with integers (Q4)
 engines.py      ways to do that, all with the same integers
 hardware.py     which of them is right and fast on this machine
@@ -38,6 +39,7 @@ from skipless.quant.methods import METHODS
 from skipless.quant.observers import RangeObserver
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import SCOPES
+from skipless.quant.training import QuantizedTraining, train_quantized
 from skipless.quant.weights import quantize_weight
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Codes",
     "IntegerLinear",
     "Quantization",
+    "QuantizedTraining",
     "RangeObserver",
     "Scheme",
     "clip_range",
@@ -66,4 +69,5 @@ __all__ = [
     "restore",
     "run_batch",
     "to_integer",
+    "train_quantized",
 ]

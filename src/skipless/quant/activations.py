@@ -160,10 +160,18 @@ class ActivationQuantizer:
             self.fix(self.observer.range(self.site.name))
 
     def fix(self, clip: Any) -> None:
-        """Use the range `clip`, a tensor or a pair (low, high), for every input from now on."""
+        """Use the range `clip`, a tensor or a pair (low, high), for every input from now on; a
+        parameter is learned, and shared with no other site."""
         self.clip = clip
         ends = clip if isinstance(clip, tuple) else (clip,)
-        self._key = (self.bits, self.symmetric, *(float(end) for end in ends), self._kept)
+        learned = isinstance(clip, Tensor) and clip.requires_grad
+        values = (id(clip),) if learned else tuple(float(end) for end in ends)
+        self._key = (self.bits, self.symmetric, *values, self._kept)
+
+    def set_bits(self, bits: int) -> None:
+        """Change the width, during training."""
+        self._key = (bits, *self._key[1:])
+        self.bits = bits
 
     def __call__(self, x: Tensor) -> Tensor:
         state = self.state
@@ -180,7 +188,7 @@ class ActivationQuantizer:
             return known
         if isinstance(self.clip, tuple):  # a range from calibration follows the model's device
             self.clip = tuple(end.to(x.device) for end in self.clip)
-        elif isinstance(self.clip, Tensor):
+        elif isinstance(self.clip, Tensor) and self.clip.device != x.device:
             self.clip = self.clip.to(x.device)
         result, scale = simulate(
             self._rest(x), self.bits, self.granularity, self.symmetric, self.clip

@@ -129,7 +129,7 @@ def quantize(
             for target in targets
         ]
         record.eager = _switch_to_eager(model, targets)
-        _register_hooks(model, record)
+        register_hooks(model, record.activations, state, record.handles)
         session.attach_first()
         if any(quantizer.observer for quantizer in record.activations):
             state.mode = "observe"
@@ -255,13 +255,16 @@ def _columns(target: ActivationTarget, session: Session) -> Tensor | None:
     return session.columns.get(site.module) if is_input else None
 
 
-def _register_hooks(model: nn.Module, record: Quantization) -> None:
-    if not record.activations:
+def register_hooks(
+    model: nn.Module, sites: list[ActivationQuantizer], state: ForwardState, handles: list[Any]
+) -> None:
+    """Hook the quantisers of `sites` into `model`; appends to `handles`."""
+    if not sites:
         return
     modules = dict(model.named_modules())
     # Prepended, so that other hooks, whenever they were registered, see quantised tensors. For
     # the same reason the model's own bookkeeping encloses everything else.
-    for quantizer in record.activations:
+    for quantizer in sites:
         module = modules[quantizer.site.module]
         if quantizer.site.direction == "input":
             handle = module.register_forward_pre_hook(
@@ -269,10 +272,9 @@ def _register_hooks(model: nn.Module, record: Quantization) -> None:
             )
         else:
             handle = module.register_forward_hook(quantizer.output_hook, prepend=True)
-        record.handles.append(handle)
-    state = record.state
-    record.handles.append(model.register_forward_pre_hook(state.before_forward, prepend=True))
-    record.handles.append(model.register_forward_hook(state.after_forward))
+        handles.append(handle)
+    handles.append(model.register_forward_pre_hook(state.before_forward, prepend=True))
+    handles.append(model.register_forward_hook(state.after_forward))
 
 
 def _switch_to_eager(

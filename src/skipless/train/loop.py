@@ -34,6 +34,7 @@ from skipless.log import say
 from skipless.model import Transformer, initialize
 from skipless.optim import schedule
 from skipless.probes import gradient_norms
+from skipless.quant.training import train_quantized
 from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir
 from skipless.train import checkpoint
 from skipless.train.checkpoint import Position
@@ -142,6 +143,7 @@ class Loop:
         self.loader = open_loader(config, data, world.rank, world.size)
 
         self.model = self.build_model()
+        self.rounding = train_quantized(self.model, self.settings.quantize)
         if self.settings.compile:
             self.try_compiled()
         self.optimizer = config.optim.build(self.model)
@@ -215,6 +217,7 @@ class Loop:
         seed = (self.settings.seed * 1_000_003 + step) * world.size + world.rank
         torch.manual_seed(seed % 2**63)
         self.model.set_training_progress(step / self.num_steps)
+        self.rounding.at(step / self.num_steps)
         multiplier = self.set_rates(step)
 
         batch = self.loader.batch(step)

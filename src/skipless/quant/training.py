@@ -1,0 +1,216 @@
+"""Training with quantisation: rounded in the forward pass, straight through in the backward (Q3).
+
+    training = train_quantized(model, "W4A4 scope=block from=0.1 over=0.3")
+    for step in range(steps):
+        training.at(step / steps)             # off, then ever fewer bits, then the scheme's
+        loss(model(...)).backward(); optimizer.step()
+    training.finish()                         # an ordinary quantised model; restore() gives fp
+
+The parameters stay in full precision: what the optimiser moves are the values before rounding, and
+names, state_dict and checkpoints do not change. A linear layer keeps its place and its name and
+becomes a subclass that rounds its weight anew in every pass; activations are rounded by the hooks
+of `quantize`. The width is a function of the progress alone, so that a resumed run goes on exactly:
+full precision before `from`, then from 8 bits down to the scheme's over the share `over`.
+
+Learned clips (`learned_clips=True`, symmetric schemes without groups): every weight and site gets a
+clip that is a parameter, `training.clips`, for the optimiser's list; its gradient is that of Q3
+(LSQ's, arXiv 1902.08153, without its gradient scale). They start at the least squared error on the
+first batch and are fixed by `finish`. In our loop (`train.quantize`) ranges are the scheme's, since
+a run directory has no place for clips. Read by `skipless.train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.quant.activations import ActivationQuantizer, ForwardState
+from skipless.quant.apply import quantization, quantize, register_hooks
+from skipless.quant.calibrate import run_calibration
+from skipless.quant.fake import clip_range, fake_quantize, integer_codes
+from skipless.quant.observers import RangeObserver
+from skipless.quant.scheme import Scheme
+from skipless.quant.targets import WeightTarget, find_targets
+from skipless.scheme import TrainingPlan
+from skipless.sites import bias_of, is_linear, weight_of
+
+_STATE = "_skipless_trained"
+FIRST_BITS = 8
+"""Widths fall from here; more cost nothing that training would notice."""
+
+
+class _Rounding:
+    """What a layer carries while it is trained."""
+
+    def __init__(self, target: WeightTarget) -> None:
+        self.scheme, self.transposed = target.scheme, target.transposed
+        self.bits: int | None = None
+        self.clip: Any = target.scheme.clip
+        self.plain_class = type(target.module)
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        matrix = weight.t() if self.transposed else weight
+        if self.bits is None:
+            return matrix
+        return fake_quantize(
+            matrix, self.bits, granularity=self.scheme.weight_granularity,
+            symmetric=self.scheme.symmetric, clip=self.clip,
+        )  # fmt: skip
+
+
+class _RoundedForward(nn.Module):
+    """Mixed in before the layer's own class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: _Rounding = getattr(self, _STATE)
+        return F.linear(x, own(weight_of(self)), bias_of(self))
+
+
+class RoundedLinear(_RoundedForward, nn.Linear):
+    """An nn.Linear whose weight is rounded in every pass; made by `train_quantized`."""
+
+
+class QuantizedTraining:
+    """A model that trains quantised; `at` sets the width, `finish` ends it."""
+
+    def __init__(
+        self, model: nn.Module, plan: TrainingPlan, weights: list[WeightTarget],
+        sites: list[ActivationQuantizer], state: ForwardState,
+    ) -> None:  # fmt: skip
+        self.model, self.plan, self.sites, self.state = model, plan, sites, state
+        self.layers = [(target, _Rounding(target)) for target in weights]
+        self.targets = {site.site.name: site.bits for site in sites}
+        self.handles: list[Any] = []
+        self.clips: list[nn.Parameter] = []
+        """Learned clips, for the optimiser; empty without `learned_clips`."""
+
+    def at(self, progress: float) -> int | None:
+        """Set the widths for a share of the training in [0, 1]; the width of weights, None before
+        quantisation begins."""
+        self.state.mode = "off" if progress < self.plan.start else "quantize"
+        for target, own in self.layers:
+            own.bits = self.plan.bits(target.scheme.weight_bits, progress, FIRST_BITS)
+        for site in self.sites:
+            bits = self.plan.bits(self.targets[site.site.name], progress, FIRST_BITS)
+            site.set_bits(self.targets[site.site.name] if bits is None else bits)
+        return self.layers[0][1].bits
+
+    def finish(self) -> nn.Module:
+        """End training: `model` is then quantised as by `quantize`, with the learned clips if there
+        are any, so that it can run on integers; `restore` gives the trained full precision."""
+        clips = {own: own.clip for _, own in self.layers}
+        self.remove()
+        quantize(self.model, self.plan.scheme, self.plan.scope)
+        record = quantization(self.model)
+        assert record is not None, "quantize() left no record"
+        if self.clips:
+            by_parameter = {id(weight.parameter): weight for weight in record.weights}
+            for target, own in self.layers:
+                weight = by_parameter[id(target.parameter)]
+                weight.swap()
+                codes = integer_codes(
+                    weight.matrix(), target.scheme.weight_bits,
+                    granularity=target.scheme.weight_granularity, clip=clips[own].detach(),
+                )  # fmt: skip
+                weight.replace(codes.dequantize().reshape(weight.matrix().shape), codes)
+                weight.swap()
+            learned = {site.site.name: site.clip for site in self.sites}
+            for site in record.activations:
+                site.fix(learned[site.site.name].detach().abs())
+        return self.model
+
+    def remove(self) -> None:
+        """Take hooks and rounding away; the model is in full precision."""
+        for handle in self.handles:
+            handle.remove()
+        for target, own in self.layers:
+            if hasattr(target.module, _STATE):
+                delattr(target.module, _STATE)
+                target.module.__class__ = own.plain_class
+
+
+class _Nothing:
+    """What stands in where training is not quantised."""
+
+    def at(self, progress: float) -> None:
+        """Nothing."""
+
+
+def train_quantized(
+    model: nn.Module,
+    plan: TrainingPlan | Scheme | str | None,
+    *,
+    learned_clips: bool = False,
+    calibration: Iterable[Any] | None = None,
+) -> QuantizedTraining | Any:
+    """Let `model` train quantised, in place: "W4A4 scope=block from=0.1 over=0.3" (`TrainingPlan`).
+
+    Call before compiling, and `at(progress)` before every step. `learned_clips` needs `calibration`
+    batches for a start. With None as the plan nothing happens and `at` does nothing. Raises
+    UserError for a model that is quantised, static schemes, several processes, and as `quantize`.
+    """
+    if plan is None:
+        return _Nothing()
+    plan = TrainingPlan.parse(plan)
+    if quantization(model) is not None:
+        raise UserError("the model is quantised already; call restore(model) before training it")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise UserError(
+            "training with quantisation was never run in several processes; leave train.quantize "
+            "out, or train in one"
+        )
+    for part in plan.scheme.parts():
+        if learned_clips and (not part.symmetric or part.group_size is not None):
+            raise UserError(f"{part} has no learned clips: they need a symmetric scheme, no groups")
+    weights, targets = find_targets(model, plan.scheme, plan.scope)
+    weights = [target for target in weights if is_linear(target.module)]
+    state = ForwardState([target.site for target in targets])
+    sites = [ActivationQuantizer(target, target.scheme, state) for target in targets]
+    training = QuantizedTraining(model, plan, weights, sites, state)
+    register_hooks(model, sites, state, training.handles)
+    if learned_clips:
+        try:
+            _learn_clips(training, calibration)
+        except BaseException:
+            training.remove()
+            raise
+    for target, own in training.layers:
+        setattr(target.module, _STATE, own)
+        plain = own.plain_class
+        made = type(plain.__name__, (_RoundedForward, plain), {})
+        target.module.__class__ = RoundedLinear if plain is nn.Linear else made
+    training.at(0.0)
+    return training
+
+
+def _learn_clips(training: QuantizedTraining, calibration: Iterable[Any] | None) -> None:
+    for site in training.sites:
+        site.observer = RangeObserver(site.bits, clip="mse")
+    training.state.mode = "observe"
+    if calibration is None:
+        raise UserError("learned clips start from activations; pass calibration=batches")
+    run_calibration(training.model, calibration, "learned clips")
+    for site in training.sites:
+        assert site.observer is not None
+        found = site.observer.range(site.site.name)
+        assert isinstance(found, Tensor), "symmetric"
+        device = next(training.model.parameters()).device
+        clip = nn.Parameter(found.clamp_min(1e-6).to(device))
+        site.observer = None
+        site.fix(clip)
+        training.clips.append(clip)
+    for target, own in training.layers:
+        matrix = target.parameter.detach()
+        matrix = matrix.t() if target.transposed else matrix
+        found = clip_range(
+            matrix, target.scheme.weight_bits, granularity=target.scheme.weight_granularity,
+            clip="mse",
+        )  # fmt: skip
+        assert isinstance(found, Tensor), "symmetric"
+        own.clip = nn.Parameter(found.clamp_min(1e-6).clone())
+        training.clips.append(own.clip)

@@ -1,0 +1,193 @@
+"""Training with quantisation: what is rounded when, what gradients are, what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from skipless.errors import UserError
+from skipless.quant import (
+    fake_quantize,
+    from_integer,
+    quantization,
+    quantize,
+    quantized,
+    restore,
+    to_integer,
+)
+from skipless.quant.training import RoundedLinear, train_quantized
+from skipless.scheme import TrainingPlan
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(64, 8, generator=generator)
+    return x, torch.tanh(x @ torch.randn(8, 4, generator=generator))
+
+
+def fit(model: nn.Module, plan: str | None, steps: int = 150, **options):
+    x, y = data()
+    training = train_quantized(model, plan, **options)
+    groups = [{"params": list(model.parameters())}]
+    if getattr(training, "clips", None):
+        groups.append({"params": training.clips, "lr": 1e-3})
+    optimizer = torch.optim.Adam(groups, lr=1e-2)
+    for step in range(steps):
+        training.at(step / steps)
+        loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return training
+
+
+def test_plan_in_words():
+    plan = TrainingPlan.parse("W4A4-a:token scope=block from=0.1 over=0.5 layers.0=W8A8")
+    assert str(plan.scheme) == "W4A4-a:token layers.0=W8A8" and plan.scope == "block"
+    assert (plan.start, plan.over) == (0.1, 0.5)
+    assert [plan.bits(4, p) for p in (0, 0.09, 0.1, 0.2, 0.5, 0.6, 1)] == [
+        None,
+        None,
+        8,
+        8,
+        5,
+        4,
+        4,
+    ]
+    assert TrainingPlan.parse("W4A8").bits(12, 0.5) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("scope=block", "names no scheme"),
+        ("W4A4 scope=model", "linear, block or all"),
+        ("W4A4 from=x", "from is 'x', no number"),
+        ("W4A4 from=0.9 over=0.2", "add up to at most 1"),
+        ("W4A4-static", "leave out -static"),
+        ("W4", "does not say what happens to activations"),
+    ],
+)
+def test_mistakes_in_a_plan(text, says):
+    with pytest.raises(UserError, match=says):
+        TrainingPlan.parse(text)
+
+
+def test_off_at_first_then_rounded_then_gone():
+    model, (x, _) = net(), data()
+    exact, names = model(x), list(model.state_dict())
+    training = train_quantized(model, "W3A4 from=0.5")
+    assert isinstance(model[0], RoundedLinear) and list(model.state_dict()) == names
+    assert training.at(0.2) is None and torch.equal(model(x), exact)
+    assert training.at(0.7) == 3
+    hidden = F.relu(F.linear(fake_quantize(x, 4), fake_quantize(model[0].weight, 3), model[0].bias))
+    out = F.linear(fake_quantize(hidden, 4), fake_quantize(model[2].weight, 3), model[2].bias)
+    assert torch.equal(model(x), out)
+    training.finish()
+    assert type(model[0]) is nn.Linear
+    torch.testing.assert_close(model(x), out)  # the very same rounding, now of stored weights
+    assert torch.equal(restore(model)(x), exact)
+
+
+def test_the_gradient_goes_straight_through():
+    model, (x, y) = nn.Sequential(nn.Linear(8, 4, bias=False)), data()
+    train_quantized(model, "W3Afp from=0")
+    F.mse_loss(model(x), y).backward()
+    rounded = fake_quantize(model[0].weight.detach(), 3).requires_grad_()
+    F.mse_loss(x @ rounded.T, y).backward()
+    torch.testing.assert_close(model[0].weight.grad, rounded.grad)
+
+
+def test_training_quantised_beats_rounding_afterwards():
+    x, y = data()
+    plain, trained = net(), net()
+    fit(plain, None)
+    fit(trained, "W2A4-w:channel from=0.2 over=0.3").finish()
+    with quantized(plain, "W2A4-w:channel"):
+        afterwards = float(F.mse_loss(plain(x), y).detach())
+    assert float(F.mse_loss(trained(x), y)) < afterwards / 2
+
+
+def test_learned_clips_move_and_are_kept():
+    x, y = data()
+    model = net()
+    training = fit(model, "W3A3 from=0", learned_clips=True, calibration=[x])
+    assert len(training.clips) == 4 and all(clip.grad is not None for clip in training.clips)
+    learned = [float(clip) for clip in training.clips]
+    out = model(x).detach()
+    training.finish()
+    torch.testing.assert_close(model(x), out, rtol=1e-4, atol=1e-5)
+    clips = [float(q.clip) for q in quantization(model).activations]
+    assert clips == pytest.approx(learned[:2])
+    codes = quantization(model).weights[0].codes()
+    assert float(codes.scale) == pytest.approx(learned[2] / 3)
+    with torch.no_grad():
+        to_integer(model, engine="float")
+        torch.testing.assert_close(model(x), out, rtol=1e-4, atol=1e-4)
+        from_integer(model)
+    restore(model)
+    with quantized(model, "W3A3"):
+        assert float(F.mse_loss(out, y)) < float(F.mse_loss(model(x), y))
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "says"),
+    [
+        ("W4A4-asym", {"learned_clips": True}, "symmetric"),
+        ("W4A4-w:g8", {"learned_clips": True}, "no groups"),
+        ("W4A4", {"learned_clips": True}, "pass calibration"),
+    ],
+)
+def test_mistakes_leave_the_model_as_it_was(plan, options, says):
+    model, (x, _) = net(), data()
+    exact = model(x)
+    with pytest.raises(UserError, match=says):
+        train_quantized(model, plan, **options)
+    assert type(model[0]) is nn.Linear and torch.equal(model(x), exact)
+    quantize(model, "W8A8")
+    with pytest.raises(UserError, match="quantised already"):
+        train_quantized(model, "W4A4")
+
+
+def test_a_run_trains_quantised_and_resumes_bit_for_bit(tiny_config, text_file, tmp_path):
+    from skipless.data import prepare
+    from skipless.train import load_run, train
+
+    plan = "W4A4 scope=block from=0.25 over=0.25"
+    config = tiny_config.replace(train={"quantize": plan, "checkpoint_every": 2})
+    data = prepare(config.data, 300, cache_dir=text_file.parent / "cache")
+    train(config, tmp_path / "whole", data=data)
+
+    class Stop(Exception):
+        pass
+
+    def stop(info):
+        if info["step"] == 4:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train(config, tmp_path / "parts", data=data, on_step=stop)
+    train(config, tmp_path / "parts", data=data)
+    whole, parts = (load_run(tmp_path / n).model.state_dict() for n in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    plain = tiny_config.replace(train={"checkpoint_every": 2})
+    train(plain, tmp_path / "plain", data=data)
+    other = load_run(tmp_path / "plain").model.state_dict()
+    assert not all(torch.equal(whole[name], other[name]) for name in whole)
+
+
+def test_settings_are_checked(tiny_config):
+    for changes, says in (
+        ({"quantize": "W4"}, "train.quantize: 'W4' does not say"),
+        ({"quantize": "W4A4", "compile": True}, "train.quantize.*train.compile"),
+        ({"quantize": "W4A4", "activation_checkpointing": True}, "activation_checkpointing"),
+    ):
+        with pytest.raises(UserError, match=says):
+            tiny_config.replace(train=changes)
