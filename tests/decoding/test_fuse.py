@@ -136,6 +136,8 @@ def test_crop_reorder_and_long_texts():
         cache.crop(5)
         cache.reorder(torch.tensor([1, 0, 1]))
         turned = model(IDS[[1, 0, 1], :1], cache=cache).logits
+        with pytest.raises(UserError, match="holds a batch of 3 and the input has 2"):
+            model(IDS[:2, :1], cache=cache)
         torch.testing.assert_close(turned, after[[1, 0, 1]], rtol=1e-4, atol=1e-4)
     text = model.generate(IDS[:1], 50)  # the window slides, and so the cache starts anew
     unfuse(model)

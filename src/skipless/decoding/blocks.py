@@ -43,7 +43,7 @@ class FusedBlock(Block):
         attention, mlp = state.steps()
         post = self.placement == "post"
         if attention is not None and self.attention_connection is not None:
-            stores = state.stores(cache)
+            stores = state.stores(cache, len(stream))
             branch = run_attention(
                 attention, stream.contiguous(), context.rotary, stores, cache.length
             )
@@ -70,8 +70,9 @@ class BlockState:
         """What depends on the block alone; not yet whole while it is being copied."""
         block = self.block
         self._steps: tuple[Step | None, Step | None] | None = None
-        self._known: tuple[Any, Any] = (None, None)
+        self._known: list[Any] = [None, None]
         self.layer = block.self_attn.layer if block.self_attn is not None else None
+        self._kind: type = PackedStore if self._site("key") is not None else FloatStore
         inside: list[nn.Module] = []
         for part in (block.input_layernorm, block.self_attn, block.mlp):
             inside += [] if part is None else list(part.modules())
@@ -102,11 +103,10 @@ class BlockState:
 
     def holds(self, cache: KeyValueCache) -> bool:
         """Whether keys and values are kept as the step was told."""
-        site = self._site("key")
-        kind = FloatStore if site is None else PackedStore
-        return all(
-            isinstance(cache.stores.get((self.layer, name)), kind)  # pyright: ignore
-            for name in ("key", "value")
+        stores, layer, kind = cache.stores, self.layer, self._kind
+        return (
+            type(stores.get((layer, "key"))) is kind  # pyright: ignore[reportArgumentType]
+            and type(stores.get((layer, "value"))) is kind  # pyright: ignore[reportArgumentType]
         )
 
     def steps(self) -> tuple[Step | None, Step | None]:
@@ -118,18 +118,31 @@ class BlockState:
         assert self._steps is not None, "just built"
         return self._steps
 
-    def stores(self, cache: KeyValueCache) -> tuple[Any, Any]:
-        """Addresses of keys and values, with room for one more token."""
-        pair = []
-        for place, name in enumerate(("key", "value")):
-            store = cast(Any, cache.stores[self.layer, name])  # pyright: ignore
+    def stores(self, cache: KeyValueCache, rows: int) -> tuple[Any, Any]:
+        """Addresses of keys and values, with room for one more token of `rows` sequences.
+
+        Raises UserError when the cache holds another number of sequences.
+        """
+        pair = self._address(cache, "key", 0), self._address(cache, "value", 1)
+        held = len(self._known[0][3])
+        if held != rows:
+            raise UserError(
+                f"the cache holds a batch of {held} and the input has {rows}; start a new cache"
+            )
+        return pair
+
+    def _address(self, cache: KeyValueCache, name: str, place: int) -> Any:
+        store = cache.stores[self.layer, name]  # pyright: ignore[reportArgumentType]
+        known = self._known[place]
+        if known is None or known[0] is not store or known[1] <= cache.length:
             codes, scales = _room(store, cache.length)
-            known = self._known[place]
-            if known is None or known[0] is not codes:
-                known = (codes, scales, store_of(codes, scales))
-                self._known = (known, self._known[1]) if place == 0 else (self._known[0], known)
-            pair.append(known[2])
-        return pair[0], pair[1]
+            # The tensors are kept with their addresses; a store that moves them is looked up anew.
+            known = store, codes.shape[2], store_of(codes, scales), codes, scales
+            self._known[place] = known
+        elif known[3] is not _held(store):
+            self._known[place] = None
+            return self._address(cache, name, place)
+        return known[2]
 
     def build(self) -> None:
         """Make the structures. Raises UserError for what no step covers."""
@@ -199,6 +212,11 @@ class BlockState:
             if site.site.kind == kind and site.site.layer == self.layer:
                 return site
         return None
+
+
+def _held(store: Store) -> Tensor | None:
+    """The tensor that the store keeps codes or floats in at present."""
+    return store.stored if isinstance(store, FloatStore) else cast(PackedStore, store).packed.codes
 
 
 def _room(store: Store, used: int) -> tuple[Tensor, Tensor | None]:

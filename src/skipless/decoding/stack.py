@@ -134,7 +134,7 @@ class Stack:
             for other in self.states:
                 state.record.state.unseen -= other.names
         for place, other in enumerate(s for s in self.states if s.layer is not None):
-            self.step.keep(place, other.stores(cache))
+            self.step.keep(place, other.stores(cache, len(stream)))
         context.is_finished = True
         return self.step.run(stream, context.embedding, context.rotary, cache.length)
 
