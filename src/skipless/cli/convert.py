@@ -114,16 +114,16 @@ def convert(
             model=model, text=text, sequence_length=sequence_length, batch_size=batch_size,
             held_out_tokens=held_out_tokens, device=device,
         )  # fmt: skip
-        if untrained:
-            measured = measure_untrained(source, config)
-        else:
-            record = convert_folder(source, path, config, draw).to_dict()
     if untrained:
+        with as_options(NAMES):
+            measured = measure_untrained(source, config)
         curves = {site: [row.to_dict() for row in rows] for site, rows in measured.items()}
         if out is not None:
             draw_untrained(curves, path / "untrained.png")
         print_json(curves) if json else print(*_curve_lines(curves), sep="\n")
         return
+    with as_options(NAMES):
+        record = convert_folder(source, path, config, draw).to_dict()
     if json:
         print_json(record)
         return

@@ -1,4 +1,17 @@
-"""Surgery on loaded Hugging Face models: other skip connections, and back."""
+"""Surgery on loaded Hugging Face models: other skip connections, and back.
+
+stacks.py     where the skips of a model are, read from its source
+patching.py   `patch`, `unpatch`: what is asked for is read by choosing.py and checking.py,
+              classes are made by rewriting.py, what is patched is told by records.py
+dropping.py   sublayers that are neither computed nor stored
+tracing.py    which linear layer ends a branch, found in a forward pass
+saving.py, loading.py     patched models to disk and back
+sources.py, reading.py    what a command names, and unpatched models from disk
+folders.py    a folder in, a patched folder out; for the command line
+universal/    universal interpolation, which sees padding and caches
+conversion/   `convert`: fewer skips, taught by the original
+slimming/     `prune`, `fold`, `to_stock`
+"""
 
 from skipless.surgery.conversion.converting import convert
 from skipless.surgery.conversion.results import Conversion

@@ -3,12 +3,12 @@
 A layer's `forward` stays as it is. Between two joins it calls modules of its own, such as
 `self.input_layernorm` and `self.self_attn`; these become `PassThrough`, which hand on what they
 get, and the join becomes `Absent`, which returns the stream. Which modules lie between two joins,
-and how many values each returns, is read from the source as in `adapters.py`.
+and how many values each returns, is read from the source as in `stacks.py`.
 
 Where that is not possible `drop_modules` leaves a sublayer alone, and its join multiplies it by 0:
 joins inside an output module (BERT), a module whose result is indexed, attentions of a model whose
 layers are of several types (the cache stores them by position), and the last attention of a stack.
-Read by `pruning.py`, `patching.py` (when loading) and `folding.py`.
+Read by `patching.py` (when loading), and where models are pruned and folded.
 """
 
 from __future__ import annotations

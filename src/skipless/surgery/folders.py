@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.errors import UserError, check_choice
+from skipless.errors import UserError
 from skipless.outputs import free_folder, written_folder
-from skipless.surgery.patching import kinds, patch
+from skipless.surgery.patching import patch, read_connection
 from skipless.surgery.reading import read_model
 from skipless.surgery.records import connections
 from skipless.surgery.saving import MODEL_TYPE, save_pretrained
@@ -59,7 +59,7 @@ def patch_folder(
     exists, for a folder that is no model or patched already.
     """
     target = free_folder(out)
-    check_choice("connection kind", connection, kinds())  # before anything large is read
+    read_connection(connection)  # before anything large is read
     source = find_folder(model)
     loaded = _load(source)
     batch = sample_batch(loaded)

@@ -37,7 +37,7 @@ from skipless.surgery.stacks import SUBLAYERS, Join, Layer, find_stacks, origina
 from skipless.surgery.universal.causality import is_causal
 from skipless.surgery.universal.contexts import PatchedUniversal, carries, carry, place, uncarry
 
-__all__ = ["CONSTANT_KINDS", "kinds", "patch", "patch_as", "unpatch"]
+__all__ = ["CONSTANT_KINDS", "kinds", "patch", "patch_as", "read_connection", "unpatch"]
 
 CONSTANT_KINDS = (
     "residual", "none", "fixed", "rezero", "layerscale", "interpolate", "anneal", "learned",
@@ -73,13 +73,7 @@ def patch(
     ones.
     """
     check_model(model)
-    config = _settings(connection)
-    if config.kind == "fixed" and (config.a, config.b, config.c) == (1, 1, 0):
-        raise UserError(
-            "a fixed connection with a=1, b=1, c=0 is the plain skip, so nothing would change; "
-            "set a or b in Python, as in patch(model, ConnectionConfig(kind='fixed', a=0.9)), or "
-            "take kind residual to mark the places"
-        )
+    config = read_connection(connection)
     _put(model, config, choose(model, sites, layers, stacks))
     refresh_record(model)
     return model
@@ -169,6 +163,21 @@ def patch_as(model: nn.Module, rows: list[dict[str, Any]]) -> nn.Module:
         )
     refresh_record(model)
     return model
+
+
+def read_connection(connection: str | ConnectionConfig) -> ConnectionConfig:
+    """The settings of a connection that is asked for by name or as they are.
+
+    Raises UserError for one that cannot be patched in, and for one that would change nothing.
+    """
+    config = _settings(connection)
+    if config.kind == "fixed" and (config.a, config.b, config.c) == (1, 1, 0):
+        raise UserError(
+            "a fixed connection with a=1, b=1, c=0 is the plain skip, so nothing would change; "
+            "set a or b in Python, as in patch(model, ConnectionConfig(kind='fixed', a=0.9)), or "
+            "take kind residual to mark the places"
+        )
+    return config
 
 
 def _settings(connection: str | ConnectionConfig) -> ConnectionConfig:

@@ -1,7 +1,7 @@
 """Which linear layer ends each branch and which ones read each norm, found in one forward pass.
 
 Tensors are told apart by the memory they lie in (a view or a dropout that does nothing keeps it),
-and are held until the pass is over, so that no two share a place. Read by `folding.py`.
+and are held until the pass is over, so that no two share a place. Read by `fold` and `convert`.
 """
 
 from __future__ import annotations

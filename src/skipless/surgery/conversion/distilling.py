@@ -1,6 +1,6 @@
 """Distillation: how far a model's distribution is from another's, in training and on held-out text.
 
-Read by `converting.py`.
+Read by `stages.py`, and by whatever measures a conversion.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ stream on what the matrix reads,
 each token relative to its own length, because the next norm sees nothing else. lambda is the one
 of RIDGES that does best on every fourth batch, which is kept out of the choice of D; then all
 batches are used. What h does not know of x is lost: this is a start, training follows.
-Read by `converting.py`.
+Read by `stages.py`.
 """
 
 from __future__ import annotations

@@ -161,8 +161,9 @@ class Keeper:
 
     def clear(self) -> None:
         """Remove the checkpoints; the conversion is finished."""
-        for name in (CHECKPOINTS, PARTIAL) if self._run is not None else ():
-            remove(self._run / name)
+        if self._run is not None:
+            for name in (CHECKPOINTS, PARTIAL):
+                remove(self._run / name)
 
     def how_to_go_on(self) -> str:
         """What is to be known after Ctrl-C."""

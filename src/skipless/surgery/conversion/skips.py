@@ -3,7 +3,7 @@ remove them without training, the control of every conversion.
 
     curves = untrained_curves(model, held_out)      # {"attention": ..., "mlp": ..., "all": ...}
 
-Read by `converting.py` and the CLI.
+Read by `converting.py`, `stages.py` and `folders.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How much each sublayer adds to the stream, and which ones a model could do without.
 
 At y = a x + b f(norm(x)) a sublayer's share is |b f| / |x| of a token, the norms over its channels
-(F5).
+(F5). Read by `pruning.py`, `trials.py` and `convert`, which orders skips by it.
 """
 
 from __future__ import annotations
