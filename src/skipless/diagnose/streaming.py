@@ -63,7 +63,7 @@ def open_streamed(folder: str | Path) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder} cannot be loaded: {' '.join(str(error).split())}") from None
     name = (config.architectures or ["AutoModel"])[0]
-    cls = getattr(transformers, name, None)
+    cls: Any = getattr(transformers, name, None)
     if not hasattr(cls, "_from_config"):
         raise UserError(f"{folder} holds a {name}, which cannot be read layer by layer; {_WHOLE}")
     config.use_cache = False  # a cache of all layers is what does not fit
@@ -245,7 +245,7 @@ class _Place:
             kind[local] = value  # type: ignore[assignment]
 
 
-def _names_on_disk(model: nn.Module, files: Weights) -> dict[str, str]:
+def _names_on_disk(model: Any, files: Weights) -> dict[str, str]:
     """{name in the model: name in the files}, renamed as transformers does when it loads: names of
     old versions, a base model's file for a model with a head, and the other way round."""
     known: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
