@@ -21,6 +21,9 @@ def test_two_models_and_then_their_diagnoses(saved, changed, tmp_path, capsys):
     found = json.loads((out / "comparison.json").read_text())
     assert found["about"].startswith("128 tokens of") and found["a"] == a
     assert main([*words, "--out", str(out)]) == 2, "it is not written over"
+    slow = tmp_path / "slow"  # a block of weights at a time: the same numbers
+    assert main([*words, "--layer-by-layer", "--out", str(slow)]) == 0
+    assert json.loads((slow / "comparison.json").read_text()) == found
     capsys.readouterr()
     for name, model in (("a", a), ("b", b)):
         alone = ["diagnose", model, "--text", text, *FEW, "--no-layers"]

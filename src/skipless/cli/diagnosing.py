@@ -98,7 +98,7 @@ def diagnose(
         raise UserError(f"{chosen[0]} and {chosen[1]} are both given; keep one of them")
     for flag, given in (("--scope", scope), ("--measure", measure != "auto"),
                         ("--no-layers", no_layers), ("--images", images), ("--audio", audio),
-                        ("--layer-by-layer", layer_by_layer)):  # fmt: skip
+                        ("--layer-by-layer", layer_by_layer and against is None)):  # fmt: skip
         if chosen and given:
             raise UserError(f"{flag} belongs to one model alone; leave it out of {chosen[0]}")
     if gradients and chosen not in ([], ["--checkpoints"]):
@@ -124,7 +124,7 @@ def diagnose(
         _checkpoints(model, checkpoints, where, names, gradients, out, json)
         return
     if against is not None:
-        _against(model, against, where, names, out, json)
+        _against(model, against, where, names, layer_by_layer, out, json)
         return
     from skipless.diagnose.comparison.comparing import is_diagnosis
     from skipless.diagnose.loading import load_subject
@@ -236,8 +236,14 @@ def _checkpoints(
 
 
 def _against(
-    model: str, other: str, where: Text, schemes: list[str], out: str, json: bool
-) -> None:  # fmt: skip
+    model: str,
+    other: str,
+    where: Text,
+    schemes: list[str],
+    layer_by_layer: bool,
+    out: str,
+    json: bool,
+) -> None:
     from skipless.diagnose.comparison import compare, compare_diagnoses, read_diagnosis
     from skipless.diagnose.comparison.comparing import is_diagnosis
     from skipless.diagnose.comparison.pairs import read_same
@@ -263,7 +269,7 @@ def _against(
         pair = read_diagnosis(model), read_diagnosis(other)
         result = compare_diagnoses(*pair, names=(model, other), out=out)
     else:
-        subjects = [load_subject(model), load_subject(other)]
+        subjects = [load_subject(name, layer_by_layer=layer_by_layer) for name in (model, other)]
         read = read_same(subjects, *where)
         result = compare(
             subjects[0].model, subjects[1].model, read.batches, schemes, names=(model, other),

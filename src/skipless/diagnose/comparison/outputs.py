@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.diagnose.damage import main_output, predicts_tokens
+from skipless.diagnose.streaming import ensure_loaded, loaded_parameters
 from skipless.errors import UserError
 from skipless.evaluate.losses import IGNORE, SequenceLosses, split_batch
 from skipless.probes.moments import batch_moments
@@ -172,11 +173,12 @@ def parameter_rows(a: nn.Module, b: nn.Module) -> tuple[list[dict[str, Any]], li
     Rows: site (its name), shape, distance |w_b - w_a| / |w_a|, and {a, b} of kurtosis and
     max_over_std (S1).
     """
-    theirs, rows, shapes = dict(b.named_parameters()), [], []
-    for name, mine in a.named_parameters():
-        other = theirs.pop(name, None)
-        if other is None:
+    theirs, rows, shapes = {name for name, _ in b.named_parameters()}, [], []
+    for name, mine in loaded_parameters(a):
+        if name not in theirs:
             continue
+        ensure_loaded(b, name)
+        other = b.get_parameter(name)
         if other.shape != mine.shape:
             shapes.append(f"{name} ({tuple(mine.shape)} and {tuple(other.shape)})")
             continue
