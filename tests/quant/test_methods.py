@@ -318,3 +318,17 @@ def test_overflow_in_float16_is_told():
     with pytest.raises(UserError, match="float16.*convert the model to float32"):
         quantize(net, "W8A8", method="smooth:1", calibration=[x])
     assert torch.equal(net[0].weight, before)
+
+
+def test_integers_see_changed_inputs_and_fused_steps_refuse(make_transformer, ids):
+    """Rotations and divisions at run time come before codes are made; what skips hooks refuses."""
+    from skipless.decoding import fuse
+    from skipless.quant import to_integer
+
+    model = make_transformer("residual")
+    quantize(model, "W8A8", method="hadamard+gptq", calibration=[ids])
+    simulated = logits(model, ids)
+    to_integer(model, engine="float")
+    torch.testing.assert_close(logits(model, ids), simulated, rtol=1e-3, atol=1e-3)
+    with pytest.raises(UserError, match="hadamard.*changes the inputs"):
+        fuse(model)

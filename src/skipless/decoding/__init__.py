@@ -46,6 +46,11 @@ def fuse(model: Transformer) -> Transformer:
             f"{record.scheme} in scope {record.scope} also rounds {', '.join(sorted(beyond))}, "
             "which a fused step does not; use scope 'linear'"
         )
+    if record.inputs:
+        raise UserError(
+            f"the method {record.method} changes the inputs of {next(iter(record.inputs))} and "
+            "others when the model runs, which a fused step does not; use rtn or gptq"
+        )
     if any(isinstance(handle, _Handle) for handle in record.handles):
         raise UserError("the model is fused already")
     states = [BlockState(block, record) for block in model.blocks]
@@ -88,4 +93,4 @@ class _Handle:
             delattr(block, STATE)
         head = getattr(self.model, "lm_head", None)
         if type(head) is FusedHead:
-            head.__class__ = nn.Linear
+            head.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

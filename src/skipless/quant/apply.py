@@ -56,7 +56,8 @@ class Quantization:
     changes: Changes = field(default_factory=Changes)
     """Parameters that a method scaled or rotated, with their originals."""
     inputs: dict[str, InputChange] = field(default_factory=dict)
-    """What a method does to inputs when the model runs, by name of a layer."""
+    """What a method does to inputs when the model runs, by name of a layer or block: whatever reads
+    weights without running the modules has to refuse or to do it."""
     notes: list[str] = field(default_factory=list)
     """What the methods did, a line each."""
 

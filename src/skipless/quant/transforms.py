@@ -120,7 +120,7 @@ class Session:
         self.targets = {name: target for target in targets for name in target.modules}
         self.changes = Changes()
         self.inputs: dict[str, InputChange] = {}
-        """By name of a module; one object for the modules of a group."""
+        """By name of a module (a layer, or the first block); one object for those of a group."""
         self.columns: dict[str, Tensor] = {}
         """Input channels that stay in full precision, by name of a module."""
         self.handles: list[Any] = []
@@ -230,7 +230,11 @@ class Session:
 
     def change_inputs(self, group: Group, step: Callable[[Tensor], Tensor]) -> None:
         """Apply `step` to what the quantised layers of a group get, after the steps before."""
-        names = self.members(group)
+        self.change_input(self.members(group), step)
+
+    def change_input(self, names: str | Sequence[str], step: Callable[[Tensor], Tensor]) -> None:
+        """Apply `step` to the first tensor of modules that read the same one."""
+        names = [names] if isinstance(names, str) else names
         change = next((self.inputs[name] for name in names if name in self.inputs), None)
         if change is None:
             change = InputChange()

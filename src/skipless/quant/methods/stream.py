@@ -73,10 +73,9 @@ class StreamRotation(Config):
             bias = bias_of(model.get_submodule(name))
             if bias is not None:
                 session.changes.set(bias, rotate(bias.detach().float()))  # type: ignore[arg-type]
-        enter, leave = _Enter(rotate), _Leave(back)
-        first, last = model.get_submodule(blocks[0]), model.get_submodule(blocks[-1])
-        session.handles.append(first.register_forward_pre_hook(enter, with_kwargs=True))
-        session.handles.append(last.register_forward_hook(leave))
+        session.change_input(blocks[0], rotate)
+        last = model.get_submodule(blocks[-1])
+        session.handles.append(last.register_forward_hook(_Leave(back)))
         with evaluation_mode(model):
             after = all_outputs(run_batch(model, batch))
         if not nearly_equal(before, after):
@@ -106,20 +105,6 @@ class StreamRotation(Config):
         for name in group.names:
             session.set_matrix(name, rotate(session.matrix(name) * gain))
         session.changes.set(norm.weight, torch.full_like(gain, 1 - offset))  # type: ignore[arg-type]
-
-
-class _Enter:
-    """Pre-hook of the first block."""
-
-    def __init__(self, rotate: Rotate) -> None:
-        self.rotate = rotate
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        replaced, found = replace_first(args, self.rotate)
-        if found:
-            return replaced, kwargs
-        replaced_kwargs, found = replace_first(kwargs, self.rotate)
-        return (args, replaced_kwargs) if found else None
 
 
 class _Leave:
