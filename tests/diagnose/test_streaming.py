@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from skipless.diagnose import diagnose
+from skipless.diagnose.block_noise import block_noise
 from skipless.diagnose.streaming import (
     ensure_loaded,
     file_bytes,
@@ -16,6 +17,7 @@ from skipless.diagnose.streaming import (
     open_streamed,
 )
 from skipless.errors import UserError
+from skipless.quant import Scheme
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -96,9 +98,32 @@ def test_every_number_is_that_of_the_whole_model(name, tmp_path):
                 else pytest.approx(value, rel=1e-5, abs=1e-6)
                 for key, value in wanted.items()
             }  # fmt: skip
-    assert found.scope == expected.scope and found.layers == []
+    assert found.scope == expected.scope and found.damage is None
     assert any("read layer by layer" in line for line in found.missing)
     assert sum(not p.is_meta for p in model.parameters()) < len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_noise_of_blocks_is_that_of_the_whole_model(name, tmp_path, capsys):
+    cls = save(name, tmp_path / "model")
+    batches = [inputs(name), {k: v.flip(0) for k, v in inputs(name).items()}]
+    model, scheme = open_streamed(tmp_path / "model"), Scheme.parse("W4A4")
+    expected = block_noise(whole(cls, tmp_path / "model"), scheme, batches, "block", {})
+    found = diagnose(model, batches, ["W4A4"], layer_batches=batches, out=tmp_path / "out")
+    predicted = {row["layer"]: row["predicted"] for row in found.layers}
+    assert predicted == {k: pytest.approx(v, rel=1e-6) for k, v in expected.items()}
+    assert len(expected) == 3 and all(value > 0 for value in expected.values())
+    assert all(row["increase"] is None for row in found.layers)
+    assert any("blocks alone add at W4A4: most in" in line for line in found.lines())
+    assert "Predicted and not measured" in (tmp_path / "out" / "index.html").read_text()
+    with pytest.raises(UserError, match="needs a calibration"):
+        block_noise(model, scheme, batches, "block", {"calibration": batches})
+
+
+def test_two_stacks_have_no_noise_of_blocks(tmp_path):
+    save("whisper", tmp_path)
+    found = diagnose(open_streamed(tmp_path), inputs("whisper"), "W8A8")
+    assert found.layers == [] and any("several stacks" in line for line in found.missing)
 
 
 def test_one_block_is_in_memory_at_a_time(tmp_path):

@@ -5,21 +5,24 @@
 
 site_rows.py    the table of sites, by one pass over the data
 collect.py      one pass: S1-S3 of every site, extreme and sampled tokens
-kernel.py       the sums of that pass in C++, where there is a compiler
+kernel.py       largest values, sums and noise of that pass in C++, where there is a compiler
+streaming.py    models larger than memory: a block at a time from disk
 anatomy.py      outlier channels and outlier tokens of one tensor
 remedies.py     what clipping, token scales, rotation, smoothing, columns would give, in dB
 rotation.py     Hadamard matrices of any width
 weights.py      the same questions of weight matrices
 gradients.py    one backward pass, on request
 damage.py       loss, or distance of outputs where there is no loss
-sensitivity.py  one layer at a time; prediction; milder schemes
+sensitivity.py  one layer at a time; milder schemes
+block_noise.py  which layers that will be: noise of every block's output, by two passes
 parts.py        finished parts on disk
 running.py      the order of all that: start here
 result.py       Diagnosis: tables, ten lines
 plots.py, page.py, writing.py    figures, one HTML page, all files
 checkpoints.py  several steps of one training by the same pass
 comparison/     two models, site by site
-loading.py      a run directory, a folder, a name: model and batches for the command line
+loading.py      a run directory, a folder, a name: the model of the command line
+texts.py, media.py    its batches: text; images and sound
 """
 
 import sys

@@ -8,7 +8,8 @@ The output holds the stream and the branches joined to it, so that noise of a br
 beside the stream counts little, whatever the branch's own ratio is; and noise at an input counts as
 it comes out of the layers that read it. Two passes serve all blocks: one in full precision keeps
 what every block is given and returns, the second is quantised everywhere and hands every block its
-exact inputs. What the rest of the model does with the noise is left out.
+exact inputs. Of a model that is read layer by layer each block runs twice in a row instead. What
+the rest of the model does with the noise is left out.
 Read by `skipless.diagnose.running`.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.diagnose.streaming import is_streamed
 from skipless.errors import UserError
 from skipless.probes.passes import ForwardPass
 from skipless.quant import Scheme, evaluation_mode, paused, quantized, run_batch
@@ -38,6 +40,10 @@ def block_noise(
     sums: dict[str, Tensor] = {name: torch.zeros(2, dtype=torch.float64) for name in layers}
     if not layers:
         return {}
+    if is_streamed(model):
+        if options:
+            raise UserError(f"{scheme} needs a calibration, a pass with all weights quantised")
+        return _streamed_noise(model, scheme, batches, scope, layers)
     with quantized(model, scheme, scope, **options), evaluation_mode(model):
         for batch in batches:
             one = _Passes(model, list(layers))
@@ -50,6 +56,71 @@ def block_noise(
         if count:
             noise[layers[name]] = noise.get(layers[name], 0.0) + ratio / count
     return noise
+
+
+def _streamed_noise(
+    model: nn.Module, scheme: Scheme, batches: Sequence[Any], scope: str, layers: dict[str, int]
+) -> dict[int, float]:
+    """The same while the blocks come from disk: each runs exactly, then quantised."""
+    if len(set(layers.values())) < len(layers):
+        raise UserError(
+            "blocks of one number in several stacks are quantised together, and here only one of "
+            "them is in memory"
+        )
+    modules, sums = dict(model.named_modules()), {}
+    running, inside = ForwardPass(), False
+
+    def start(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal running
+        running = ForwardPass.start(module, args, kwargs)
+
+    def again(name: str, args: tuple, kwargs: dict, output: Any) -> None:
+        nonlocal inside
+        if inside:
+            return
+        inside, exact = True, _output(name, output)
+        try:
+            with quantized(model, scheme, scope, layers=[layers[name]]):
+                y = _output(name, modules[name](*args, **kwargs))
+        finally:
+            inside = False
+        sums[name] = sums.get(name, 0) + _ratios(y, exact, running)
+
+    handles = [model.register_forward_pre_hook(start, with_kwargs=True)]
+    for name in layers:
+        handles.append(modules[name].register_forward_hook(
+            lambda _, args, kwargs, output, name=name: again(name, args, kwargs, output),
+            with_kwargs=True,
+        ))  # fmt: skip
+    try:
+        with evaluation_mode(model):
+            for batch in batches:
+                run_batch(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {layers[name]: float(found[0] / found[1]) for name, found in sums.items() if found[1]}
+
+
+def _output(name: str, output: Any) -> Tensor:
+    y = first_tensor(output)
+    if y is None or not y.is_floating_point():
+        raise UserError(
+            f"the block {name} returns no floating-point tensor, so that its noise cannot be "
+            "measured"
+        )
+    return y
+
+
+def _ratios(y: Tensor, exact: Tensor, running: ForwardPass) -> Tensor:
+    """[sum over tokens of noise over energy, number of tokens], float64."""
+    noise, energy = _square(y - exact), _square(exact)
+    keep = energy > 0
+    mask = running.mask_for(exact)
+    if mask is not None:
+        keep &= mask.to(keep.device)
+    ratio = noise[keep] / energy[keep]
+    return torch.stack([ratio.sum(), keep.sum().to(ratio)]).cpu()
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
@@ -83,13 +154,7 @@ class _Passes:
             self.inputs[name].append((self._copy(args), self._copy(kwargs)))
 
         def after(name: str, output: Any) -> None:
-            y = first_tensor(output)
-            if y is None or not y.is_floating_point():
-                raise UserError(
-                    f"the block {name} returns no floating-point tensor, so that its noise cannot "
-                    "be measured"
-                )
-            self.outputs[name].append(self._copy(y))
+            self.outputs[name].append(self._copy(_output(name, output)))
 
         self._run(batch, before, after)
 
@@ -101,16 +166,9 @@ class _Passes:
             return _exchanged(args, exact), _exchanged(kwargs, named)
 
         def after(name: str, output: Any) -> None:
-            exact, y = self.outputs[name][self.calls[name]], first_tensor(output)
-            assert y is not None, f"{name} returned a tensor before"
+            exact = self.outputs[name][self.calls[name]]
             self.calls[name] += 1
-            noise, energy = _square(y - exact), _square(exact)
-            keep = energy > 0
-            mask = self.running.mask_for(exact)
-            if mask is not None:
-                keep &= mask.to(keep.device)
-            ratio = noise[keep] / energy[keep]
-            self.sums[name] += torch.stack([ratio.sum(), keep.sum().to(ratio)]).cpu()
+            self.sums[name] += _ratios(_output(name, output), exact, self.running)
 
         self._run(batch, before, after)
         return self.sums

@@ -160,13 +160,17 @@ def _remedies(result: Diagnosis) -> str:
 
 
 def _layers(result: Diagnosis) -> str:
-    if not result.layers or result.damage is None:
+    if not result.layers:
         return ""
     body = [
         [number(row["layer"], ".0f"), word(row["scheme"]), number(row["increase"], "+.5f"),
          number(row["standard_error"], ".5f"), number(row["predicted"], ".4g")]
         for row in result.layers
     ]  # fmt: skip
+    head = ["layer", "scheme", "increase", "standard error", "predicted"]
+    if result.damage is None:
+        note = "<p>Predicted and not measured: the model was read layer by layer.</p>"
+        return note + sortable(head, body)
     said = ", ".join(
         f"{scheme}: {show(value, '.2f')}" for scheme, value in result.damage["correlation"].items()
     )
@@ -174,7 +178,6 @@ def _layers(result: Diagnosis) -> str:
         f"<p>One layer quantised alone; the measure is {escape(result.damage['unit'])}. Spearman's "
         f"rank correlation of prediction and measurement: {escape(said)}.</p>"
     )
-    head = ["layer", "scheme", "increase", "standard error", "predicted"]
     return note + sortable(head, body)
 
 

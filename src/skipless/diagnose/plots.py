@@ -180,7 +180,10 @@ def _layers(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> N
 
 def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> None:
     (panel,) = axes
-    rows = [r for r in result.layers if r["scheme"] == scheme and r["predicted"] is not None]
+    rows = [
+        r for r in result.layers
+        if r["scheme"] == scheme and None not in (r["predicted"], r["increase"])
+    ]  # fmt: skip
     if not rows:
         return
     row = next(row for row in pen.comparison.rows if row.label == "measured")

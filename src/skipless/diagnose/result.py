@@ -50,7 +50,7 @@ class Diagnosis:
     attention: list[dict[str, Any]]
     joins: list[dict[str, Any]]
     layers: list[dict[str, Any]]
-    """scheme, layer, increase, standard_error, predicted."""
+    """scheme, layer, increase, standard_error, predicted; without `damage` predicted alone."""
     depth: list[dict[str, Any]]
     """R_l at the first scheme (S9): site, layer, sublayer, r."""
     alternatives: list[dict[str, Any]]
@@ -128,8 +128,12 @@ class Diagnosis:
 
     def _layer_lines(self, scheme: str) -> list[str]:
         rows = [row for row in self.layers if row["scheme"] == scheme]
-        if not rows or self.damage is None:
+        if not rows:
             return []
+        if self.damage is None:
+            worst = sorted(rows, key=lambda row: -row["predicted"])[:3]
+            listed = ", ".join(f"{row['layer']} ({row['predicted']:.4f})" for row in worst)
+            return [f"noise over energy that blocks alone add at {scheme}: most in {listed}"]
         worst = sorted(rows, key=lambda row: -row["increase"])[:3]
         listed = ", ".join(f"{row['layer']} ({row['increase']:+.4f})" for row in worst)
         correlation = self.damage["correlation"].get(scheme)

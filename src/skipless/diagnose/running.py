@@ -99,8 +99,9 @@ def diagnose(
         "gradients": gradients, "target_db": target_db, "checksum": checksum(model, [first, *few]),
     }  # fmt: skip
     parts, missing = Parts(out, settings), []
-    if is_streamed(model) and (layers or gradients):
-        layers = gradients = False
+    streamed = is_streamed(model)
+    if streamed and (layers or gradients):
+        gradients = False
         missing.append(
             "loss by layer, error by depth, milder schemes and gradients: they need all weights at "
             "once, and this model is read layer by layer"
@@ -120,7 +121,9 @@ def diagnose(
         back = parts.get("gradients", lambda: _gradients(model, few[0], loss)) if gradients else {}
         missing += sites["missing"] + inside["missing"] + back.get("missing", [])
         found = {"layers": [], "depth": [], "alternatives": [], "damage": None}
-        if layers and chosen is not None:
+        if layers and chosen is not None and streamed:
+            found["layers"] = _noise_alone(model, few, parsed, chosen, missing, say)
+        elif layers and chosen is not None:
             found = _by_layer(
                 model, few, parsed, chosen, measure, sites["rows"], weights, parts, say
             )
@@ -196,6 +199,32 @@ def first_sequences(batch: Any, number: int) -> Any:
     if isinstance(batch, (tuple, list)):
         return type(batch)(first_sequences(item, number) for item in batch)
     return batch
+
+
+def _noise_alone(
+    model: nn.Module,
+    batches: list[Any],
+    schemes: Sequence[Scheme],
+    scope: str,
+    missing: list[str],
+    say: Say,
+) -> list[dict[str, Any]]:
+    """The rows of layers of a model that is read layer by layer: predicted and not measured."""
+    rows = []
+    for scheme in schemes:
+        say(f"noise of every block at {scheme}")
+        options = {"calibration": batches} if scheme.needs_calibration else {}
+        try:
+            noise = block_noise(model, scheme, batches, scope, options)
+        except UserError as error:
+            missing.append(f"noise of blocks at {scheme}: {error}")
+            continue
+        rows += [
+            {"scheme": str(scheme), "layer": layer, "increase": None, "standard_error": None,
+             "predicted": value}
+            for layer, value in sorted(noise.items())
+        ]  # fmt: skip
+    return rows
 
 
 def _by_layer(
