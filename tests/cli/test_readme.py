@@ -20,7 +20,7 @@ from skipless.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-READERS = ("eval", "probe", "quantize", "report", "show", "doctor", "diagnose")
+READERS = ("eval", "probe", "quantize", "report", "show", "doctor", "diagnose", "export")
 ONLY_PARSED = ("convert", "prune", "fold")
 """They take minutes on the models that the pages name; tests/surgery runs them on tiny ones."""
 

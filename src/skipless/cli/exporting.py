@@ -30,7 +30,7 @@ def export(
     The folder is read by `skipless.export.load_quantized`, and by transformers' from_pretrained
     after `import skipless.hf` (docs/integer.md).
 
-    For example: skipless export runs/mine --scheme W4A8-w:channel --out runs/packed
+    For example: skipless export runs/mine --scheme W4A8-w:channel --out packed
 
     Args:
         scheme: such as W8A8 or W4A8-w:channel-a:token (docs/quantise.md).

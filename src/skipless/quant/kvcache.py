@@ -181,7 +181,7 @@ class _Stores:
     def __init__(self, model: nn.Module, packers: dict[tuple[int, str], _Packer]) -> None:
         self.packers, self.handles = packers, []
         self.model = model
-        model.new_store = self  # pyright: ignore[reportAttributeAccessIssue]
+        self._tell(self)
         for packer in packers.values():
             packer.site.is_integer = True
             module = model.get_submodule(packer.site.site.module)
@@ -195,7 +195,11 @@ class _Stores:
             handle.remove()
         for packer in self.packers.values():
             packer.site.is_integer = False
-        self.model.new_store = None  # pyright: ignore[reportAttributeAccessIssue]
+        self._tell(None)
+
+    def _tell(self, new_store: _Stores | None) -> None:
+        model: Any = self.model  # has the attribute, as `pack_cache` has seen
+        model.new_store = new_store
 
 
 def pack_cache(model: nn.Module) -> bool:

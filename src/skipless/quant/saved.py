@@ -167,8 +167,8 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
         weight.scheme = originals.get(str(weight.scheme), weight.scheme)
     for site in record.activations:
         if (ends := settings["ranges"].get(site.site.name)) is not None:
-            kept = tuple(torch.tensor(end, dtype=torch.float64) for end in ends)
-            site.fix(kept if len(kept) > 1 else kept[0])
+            kept = [torch.tensor(end, dtype=torch.float64) for end in ends]
+            site.fix(tuple(kept) if len(kept) > 1 else kept[0])
     record.scheme, record.method = scheme, settings["method"]
 
 
