@@ -7,49 +7,18 @@ are read from their parameters. Read by `blocks.py`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
+from skipless.decoding.state import BlockState, mark, one_token, sum_of_hooks
 from skipless.model import connections as kinds
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
 from skipless.model.context import ForwardContext
-from skipless.quant.apply import Quantization
 from skipless.quant.fused import StackStep
 
-if TYPE_CHECKING:
-    from skipless.decoding.blocks import BlockState
-
 Weight = float | Tensor
-
-
-def one_token(stream: Tensor, context: ForwardContext, record: Quantization) -> bool:
-    """Whether this is one new token a sequence behind a cache, wanted for its value only."""
-    cache, rotary = context.cache, context.rotary
-    return (
-        stream.shape[1] == 1
-        and cache is not None
-        and cache.length > 0
-        and context.visible is None
-        and not torch.is_grad_enabled()
-        and record.state.mode == "quantize"
-        and stream.dtype == torch.float32
-        and stream.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-        and (rotary is None or rotary[0].dim() == 2 and rotary[0].dtype == torch.float32)
-    )
-
-
-def sum_of_hooks(hooks: list) -> int:
-    """How many hooks are set in these dictionaries."""
-    return sum(map(len, hooks))
-
-
-def mark(tensor: Tensor | None) -> tuple[int, int] | None:
-    """Changes when a tensor is written or moved."""
-    return None if tensor is None else (tensor.data_ptr(), tensor._version)
 
 
 def weights_of(connection: Connection) -> tuple[Weight, Weight, Weight] | None:
