@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 test-slow: $(VENV)/.installed-test
 	@$(BIN)/python -m pytest -m slow
 
-bench: $(VENV)/.installed-test
+bench: $(VENV)/.installed-bench
 	@set -e; for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick; done
 
 check: $(VENV)/.installed-dev
@@ -50,6 +50,11 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.installed-test: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e '.[test]'
 	@touch $@ $(VENV)/.installed
+
+# ONNX Runtime is a peer in benchmarks only.
+$(VENV)/.installed-bench: $(VENV)/.torch pyproject.toml
+	@$(PIP) -e '.[test,onnx]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-dev: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e '.[dev]'

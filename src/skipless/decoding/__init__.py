@@ -7,9 +7,9 @@
 One new token at a time, what takes longest at batch 1 is starting operations. `fuse` lets the model
 compute all blocks in one call where their connections are elementwise sums (C1-C7, C9; `stack.py`),
 else each attention and MLP in one (`state.py`, `blocks.py`), and the float32 head in one that asks
-memory early. Whatever is not one new token behind a cache on the CPU goes the usual way, as does a block
-in which a hook was set (a probe). Integers are the same; norms, softmax, activation and head agree
-to float32 rounding. `unfuse`, `from_integer` and `restore` undo it.
+memory early. Whatever is not one new token behind a cache on the CPU goes the usual way, as does a
+block in which a hook was set (a probe). Integers are the same; norms, softmax, activation and head
+agree to float32 rounding. `unfuse`, `from_integer` and `restore` undo it.
 """
 
 from __future__ import annotations
