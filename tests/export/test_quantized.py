@@ -251,3 +251,25 @@ def test_the_package_reads_the_same_weights(tmp_path, scheme):
     assert seen > 14, sys.modules["compressed_tensors"].__version__
     mine = logits(model)
     assert (theirs - mine).norm() / mine.norm() < 0.05
+
+
+def test_damaged_folders_of_transformers_are_refused(tmp_path, capfd):
+    model = llama()
+    quantize(model, "W8A8")
+    folder = save_quantized(model, tmp_path / "saved")
+    capfd.readouterr()
+    load_quantized(folder)
+    assert "Loading weights" not in capfd.readouterr().err
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    from safetensors.torch import save_file
+
+    save_file({n: t for n, t in tensors.items() if n != name}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"no packed {name}"):
+        load_quantized(folder)
+    save_file({n: t for n, t in tensors.items() if "norm" not in n}, folder / "model.safetensors")
+    with pytest.raises(UserError, match="norm"):
+        load_quantized(folder)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_quantized(folder)

@@ -82,15 +82,10 @@ def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
     if config.get("model_type") == MODEL_TYPE:
         model = _load_ours(path, config)
     else:
-        import transformers
-
         import skipless.hf  # noqa: F401  teaches transformers the format
+        from skipless.surgery.reading import read_model
 
-        name = (config.get("architectures") or ["AutoModel"])[0]
-        cls = getattr(transformers, name, None)
-        if cls is None:
-            raise UserError(f"{path} holds a {name}, which this transformers does not have")
-        model = cls.from_pretrained(path, dtype="auto")
+        model = read_model(path)
     model.eval()
     return to_integer(model) if integer else model
 
