@@ -1,5 +1,8 @@
 """Settings: JSON both ways, overrides by dotted name, errors that name the value."""
 
+import inspect
+import json
+import re
 import subprocess
 import sys
 
@@ -8,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipless import recipes
+from skipless.checks import CONNECTION_KINDS
+from skipless.cli.arguments import read_config
 from skipless.config import (
     ConnectionConfig,
     ConnectionOverride,
@@ -16,9 +21,11 @@ from skipless.config import (
     OptimizerRecipe,
     RunConfig,
     TrainConfig,
+    UniversalConfig,
 )
 from skipless.errors import UserError, suggestion
 from skipless.jsonable import from_json, leaves, override, to_json
+from skipless.model import CONNECTIONS
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -121,6 +128,15 @@ def test_changes_that_only_fit_together_are_applied_together():
         ("model.init.a_vo", "nan", "positive"),
         ("model.connection.init", "nan", "a finite number, or none"),
         ("model.connection.anneal_fraction", "0", "in (0, 1]"),
+        ("model.connection.a", "0.5", "a is 0.5, which kind 'residual' does not read"),
+        ("model.connection.universal.rank", "4", "or take kind universal"),
+        ("model.connection.kind", "fixed", "which is the plain skip; set a, b or c"),
+        (
+            "model.connection_overrides",
+            '[{"connection": {"kind": "none", "init": 0.1}}]',
+            "connection_overrides[0].connection.init is 0.1",
+        ),
+        ("model.connection_overrides", '[{"connection": {"kind": "fixed"}}]', "the plain skip"),
         ("data.sources", "", "is empty"),
         ("data.sources", "kjv,kjv", "twice"),
         ("data.held_out_fraction", "1", "in (0, 1)"),
@@ -161,6 +177,9 @@ def test_bad_overrides_are_told_in_one_sentence(name, value, said):
         lambda: OptimizerRecipe(lr=None),
         lambda: OptimizerRecipe(betas=0.9),
         lambda: EvaluateConfig(prompt=None),
+        lambda: ConnectionConfig(kind="rezero", a=0.9),
+        lambda: ConnectionConfig(kind="gated", universal=UniversalConfig(rank=4)),
+        lambda: RunConfig(model=ModelConfig(connection=ConnectionConfig(kind="fixed"))),
         lambda: ConnectionOverride(connection=ConnectionConfig(), layers=()),
         lambda: ConnectionOverride(connection=ConnectionConfig(), layers=(0, 0)),
     ],
@@ -168,6 +187,48 @@ def test_bad_overrides_are_told_in_one_sentence(name, value, said):
 def test_settings_made_in_python_are_checked_too(make):
     with pytest.raises(UserError):
         make()
+
+
+@pytest.mark.parametrize("kind", CONNECTION_KINDS)
+def test_a_kind_takes_what_its_module_reads_and_nothing_else(kind):
+    """Held against the source: what is refused is what the class (or one below it) never names."""
+    classes = [c for c in CONNECTIONS.get(kind).__mro__ if c.__module__.startswith("skipless")]
+    source = "".join(inspect.getsource(c) for c in classes)
+    others = {"init": 0.3, "granularity": "scalar", "a": 0.5, "b": 0.5, "c": 0.5, "scale": 2.0,
+              "anneal_fraction": 0.25, "anneal_shape": "cosine",
+              "universal": UniversalConfig(rank=4)}  # fmt: skip
+    for name, value in others.items():
+        if re.search(rf"config\.{name}\b", source):
+            ConnectionConfig(kind=kind, **{name: value})
+        else:
+            with pytest.raises(UserError, match=f"connection.{name}"):
+                ConnectionConfig(kind=kind, **{name: value})
+
+
+def test_an_older_file_with_settings_that_its_kind_ignored_is_still_read():
+    old = ModelConfig(connection=ConnectionConfig(kind="rezero", init=0.3)).to_dict()
+    old["connection"].update(a=0.9, universal={**old["connection"]["universal"], "rank": 4})
+    old["connection_overrides"] = [{"connection": {"kind": "fixed", "a": 1.0}, "layers": [0]}]
+    read = from_json(RunConfig, json.dumps({"model": old})).model
+    assert read.connection == ConnectionConfig(kind="rezero", init=0.3)
+    assert read.connection_at(0, "mlp").kind == "residual"  # which is what it computes
+    with pytest.raises(UserError, match="a is 'x'; expected float"):  # damage is damage still
+        ConnectionConfig.from_dict({"kind": "rezero", "a": "x"})
+
+
+def test_another_kind_drops_the_settings_of_the_one_before():
+    scalar = recipes.get("connections-4-layerscale-scalar")
+    assert override(scalar, {"model.connection.kind": "none"}).model.connection.granularity is None
+    both = {"model.connection.kind": "none", "model.connection.granularity": "scalar"}
+    with pytest.raises(UserError, match="granularity is 'scalar', which kind 'none' does not read"):
+        override(scalar, both)
+
+
+def test_a_file_that_somebody_wrote_is_read_like_the_command_line(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"model": {"connection": {"kind": "none", "scale": 2.0}}}))
+    with pytest.raises(UserError, match="model.connection.scale is 2.0, which kind 'none' does"):
+        read_config(str(path))
 
 
 def test_what_switches_something_off_is_accepted():

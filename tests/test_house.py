@@ -13,6 +13,7 @@ ORDER = [
     ("scheme",),
     ("checks",),
     ("interpolation_config",),
+    ("connection_config",),
     ("config",),
     ("registry", "log", "sublayers"),
     ("locking",),

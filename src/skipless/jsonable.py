@@ -10,11 +10,33 @@ import dataclasses
 import json
 import types
 import typing
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Union
 
 from skipless.errors import UserError, suggestion
+
+
+_GIVEN: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
+
+
+@contextmanager
+def giving(names: Iterable[str] = ("",)) -> Iterator[None]:
+    """While this holds, the settings of these dotted names ("" for all) are those that somebody has
+    just written; what `from_dict` reads beside them was there before."""
+    before = _GIVEN.set(tuple(names))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(before)
+
+
+def is_given(name: str) -> bool:
+    """Whether the setting has just been written by somebody (`giving`)."""
+    return any(g in ("", name) or name.startswith((f"{g}.", f"{g}[")) for g in _GIVEN.get())
 
 
 class Config:
@@ -107,7 +129,8 @@ def override(config: Any, changes: dict[str, Any]) -> Any:
             node, cls = node[parent], _hints(cls)[parent]
         hint = _hints(cls)[leaf]
         node[leaf] = _parse(value, hint, name) if isinstance(value, str) else value
-    new = type(config).from_dict(tree)
+    with giving(changes):
+        new = type(config).from_dict(tree)
     return new.describing({k: v for k, v in leaves(new).items() if v != known[k]})
 
 

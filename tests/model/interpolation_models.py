@@ -14,10 +14,11 @@ VOCABULARY, T = 40, 22
 def build(aligner="diagonal", *, kind="universal", lively=True, model=None, **ui) -> Transformer:
     """Two layers of width 16 with chunks of 4; `lively` gives every zero start a value."""
     ui = {"chunk_size": 4, "winsor_window": 5, "rank": 4, "winsor": 1.5} | ui
+    universal = UniversalConfig(aligner=aligner, **ui) if kind == "universal" else UniversalConfig()
     config = ModelConfig(**dict(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
         max_position_embeddings=64, init=InitConfig(std=0.3),
-        connection=ConnectionConfig(kind=kind, universal=UniversalConfig(aligner=aligner, **ui)),
+        connection=ConnectionConfig(kind=kind, universal=universal),
     ) | (model or {}))  # fmt: skip
     built = Transformer(config)
     if lively:

@@ -17,7 +17,7 @@ import tyro
 
 from skipless.config import RunConfig, from_json
 from skipless.errors import UserError
-from skipless.jsonable import override, read_text
+from skipless.jsonable import giving, override, read_text
 from skipless.rundir import CHECKPOINTS, RunDir, continue_command
 from skipless.scheme import Scheme, check_groups
 
@@ -57,7 +57,8 @@ def read_config(name: str) -> RunConfig:
             raise UserError(
                 f"{path} does not exist; `skipless show RECIPE --json > {path}` makes one"
             )
-        return from_json(RunConfig, read_text(path), where=str(path))
+        with giving():
+            return from_json(RunConfig, read_text(path), where=str(path))
     if "/" in name:
         raise UserError(
             f"{name} does not exist; name a run directory, or a recipe (`skipless list` shows them)"

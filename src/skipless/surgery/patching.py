@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from skipless.checks import is_plain
 from skipless.config import ConnectionConfig, UniversalConfig
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.model import CONNECTIONS, Connection, build_connection
@@ -171,7 +172,7 @@ def read_connection(connection: str | ConnectionConfig) -> ConnectionConfig:
     Raises UserError for one that cannot be patched in, and for one that would change nothing.
     """
     config = _settings(connection)
-    if config.kind == "fixed" and (config.a, config.b, config.c) == (1, 1, 0):
+    if is_plain(config):
         raise UserError(
             "a fixed connection with a=1, b=1, c=0 is the plain skip, so nothing would change; "
             "set a or b in Python, as in patch(model, ConnectionConfig(kind='fixed', a=0.9)), or "
