@@ -332,3 +332,24 @@ def test_integers_see_changed_inputs_and_fused_steps_refuse(make_transformer, id
     torch.testing.assert_close(logits(model, ids), simulated, rtol=1e-3, atol=1e-3)
     with pytest.raises(UserError, match="hadamard.*changes the inputs"):
         fuse(model)
+
+
+def test_a_layer_left_out_beside_others_of_its_group(make_transformer, ids):
+    """q stays in full precision: k and v still get the Hessian of what they see, rotated."""
+    model = make_transformer("residual")
+    before = logits(model, ids)
+    layer = model.get_submodule("layers.0.self_attn.q_proj")
+    original = layer.weight.detach().clone()
+    errors = {}
+    for method in ("hadamard", "hadamard+gptq"):
+        scheme = "W3A8-w:channel *.q_proj=fp"
+        with quantized(model, scheme, method=method, calibration=[ids]):
+            assert torch.equal(layer.weight, original)
+            errors[method] = float((logits(model, ids) - before).norm())
+    assert errors["hadamard+gptq"] < errors["hadamard"]
+
+
+def test_smoothing_does_not_cost_the_free_rotation_of_heads(make_transformer, ids):
+    model = make_transformer("residual")
+    quantize(model, "W4A8", method="smooth+hadamard", calibration=[ids])
+    assert "hadamard: 2 tensors rotated for free, 6 when" in quantization(model).notes[1]

@@ -195,13 +195,15 @@ def rotates_in_blocks(
     """The first of `blocks` for which rotating every so many neighbours of the source's output
     rotates the group's tensor in the same way, as value heads do; None where none does."""
     first, width = int(source.channels.min()), int(source.channels.unique().numel())
-    module = model.get_submodule(source.name)
+    module, now = model.get_submodule(source.name), _input_of(model, group, batch)
+    if now is None:
+        return None
     generator = torch.Generator().manual_seed(0)
     for size in blocks:
         if width % size or group.width % size:
             continue
         turn = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
-        turn = turn.to(group.sample)
+        turn = turn.to(now)
 
         def turned(x: Tensor, turn: Tensor = turn, size: int = size) -> Tensor:
             return (x.unflatten(-1, (-1, size)) @ turn).flatten(-2)
@@ -216,7 +218,7 @@ def rotates_in_blocks(
             seen = _input_of(model, group, batch)
         finally:
             handle.remove()
-        if seen is not None and nearly_equal([turned(group.sample)], [seen]):
+        if seen is not None and nearly_equal([turned(now)], [seen]):
             return size
     return None
 
@@ -306,7 +308,10 @@ def _input_of(model: nn.Module, group: Group, batch: Any) -> Tensor | None:
 
 @contextmanager
 def _multiplied(module: nn.Module, factors: Tensor) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda m, args, out: out * factors)
+    def hook(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return out * factors
+
+    handle = module.register_forward_hook(hook)
     try:
         yield
     finally:

@@ -169,6 +169,11 @@ def train_quantized(
             raise UserError(f"{part} has no learned clips: they need a symmetric scheme, no groups")
     weights, targets = find_targets(model, plan.scheme, plan.scope)
     weights = [target for target in weights if is_linear(target.module)]
+    if shared := next((target for target in weights if len(target.modules) > 1), None):
+        raise UserError(
+            f"{' and '.join(shared.modules[:2])} share a weight, and only one of them would be "
+            f"rounded while training; leave it out with the override {shared.modules[0]}=fp"
+        )
     state = ForwardState([target.site for target in targets])
     sites = [ActivationQuantizer(target, target.scheme, state) for target in targets]
     training = QuantizedTraining(model, plan, weights, sites, state)

@@ -196,7 +196,6 @@ class Session:
         Raises UserError, naming the layer, for values that are not finite.
         """
         wanted = list(self.groups if groups is None else groups)
-        last = wanted[-1].names[0] if wanted else ""
         handles = []
 
         def watch(group: Group) -> Callable:
@@ -207,17 +206,17 @@ class Session:
                 if not bool(torch.isfinite(rows).all()):
                     raise UserError(
                         f"the calibration batches give NaN or infinity in front of "
-                        f"{group.names[0]} ({rows.dtype}); look at batches and weights, or "
+                        f"{self.members(group)[0]} ({rows.dtype}); look at batches and weights, or "
                         "convert the model to float32"
                     )
                 visit(group, rows)
-                if group.names[0] == last and not group.fixed:
+                if group is wanted[-1] and not group.fixed:
                     raise _Enough
 
             return hook
 
-        for group in wanted:
-            module = self.model.get_submodule(group.names[0])
+        for group in wanted:  # at a layer that sees what methods and quantisers make of the tensor
+            module = self.model.get_submodule(self.members(group)[0])
             handles.append(module.register_forward_pre_hook(watch(group), with_kwargs=True))
         try:
             with evaluation_mode(self.model):
@@ -251,7 +250,7 @@ class Session:
     def attach_first(self) -> None:
         """Let the input changes run before all other hooks, those of quantisers included."""
         for name, change in self.inputs.items():
-            hooks = self.model.get_submodule(name)._forward_pre_hooks
+            hooks: Any = self.model.get_submodule(name)._forward_pre_hooks  # an OrderedDict
             for key, hook in list(hooks.items()):
                 if getattr(hook, "__self__", None) is change:
                     hooks.move_to_end(key, last=False)
