@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.quant import integer as module
+from skipless.quant import codes as module
 from skipless.quant import integer_codes, paused, quantization, quantize, restore
+from skipless.quant.codes import activation_codes
 from skipless.quant.engines import ENGINES
 from skipless.quant.hardware import probe
 from skipless.quant.integer import (
     IntegerLinear,
-    activation_codes,
     from_integer,
     integer_layers,
     to_integer,

@@ -16,10 +16,17 @@ methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
 apply.py        quantize, restore, quantized, paused
 training.py     training with quantisation (Q3)
 integer.py      the same layers computed with integers (Q4)
-engines.py      ways to do that, all with the same integers
+codes.py        codes of their inputs
+engines.py      ways to do that, all with the same integers (products.py: what they share)
+native.py       the C++ ones
+onnx_engine.py  ONNX Runtime's
 hardware.py     which of them is right and fast on this machine
 packing.py      codes as bytes
 building.py     compiling kernels/ on first use
+fused.py        one new token through attention or an MLP in one C++ call
+kvcache.py      packed keys and values
+bits.py         weight codes in a file
+saved.py        a quantised model as tensors and settings, and back
 """
 
 from skipless.quant.apply import (

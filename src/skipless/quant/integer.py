@@ -21,7 +21,6 @@ no gradient. Read by users and `quant.hardware`'s callers; works on any nn.Modul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,10 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
+from skipless.quant.codes import given_step, site_codes
 from skipless.quant.engines import ENGINES, KernelEngine, Prepared, Problem
-from skipless.quant.fake import Codes, quantizer, simulate
-from skipless.quant.hardware import fastest_kernel, pick
+from skipless.quant.fake import Codes, simulate
+from skipless.quant.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
 from skipless.sites import bias_of
@@ -183,7 +183,7 @@ def _fused(own: _Integer, x: Tensor, bias: Tensor | None) -> Tensor | None:
     if not (given or site.clip == "absmax") or site.state.remembered_scale(x, site.key) is not None:
         return None
     rows = x.detach().reshape(-1, x.shape[-1])
-    step = _given_step(rows, site.bits, site.clip) if given else -1.0
+    step = given_step(rows, site.bits, site.clip) if given else -1.0
     out, scale = engine.from_floats(own.prepared, rows, site.granularity == "token", step, bias)
     if not given:
         site.state.note_scale(site.site.name, scale)
@@ -203,75 +203,6 @@ def _shared_codes(own: _Integer, x: Tensor) -> tuple[Tensor, Tensor]:
 def integer_state(module: nn.Module) -> _Integer | None:
     """What an integer layer carries: its engine, packed weight and quantiser; None for others."""
     return getattr(module, _STATE, None)
-
-
-def site_codes(site: ActivationQuantizer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """int16 codes [tokens, in] of a site's tensor and their scale, float32 [1] or [tokens].
-
-    Layers that read the same tensor share them, and a tensor that is on the grid already (a
-    quantised stream) keeps its codes, as in the simulation.
-    """
-    state, key = site.state, site.key
-    if (known := state.remembered_codes(x, key)) is not None:
-        return known
-    if (scale := state.remembered_scale(x, key)) is not None and bool(torch.isfinite(scale).all()):
-        grid = x.reshape(-1, x.shape[-1])
-        grid = grid.float() if grid.dtype in (torch.float16, torch.bfloat16) else grid
-        step = scale.reshape(-1, 1) if scale.dim() else scale
-        limit = 2 ** (site.bits - 1) - 1  # a bfloat16 value may lie past the last grid point
-        codes = (grid / step).round_().clamp_(-limit, limit).to(torch.int16)
-        scale = scale.reshape(-1).float()
-    else:
-        codes, scale = activation_codes(x, site.bits, granularity=site.granularity, clip=site.clip)
-    if isinstance(site.clip, str):
-        state.note_scale(site.site.name, scale)
-    state.remember_codes(x, key, codes, scale)
-    return codes, scale
-
-
-def activation_codes(
-    x: Tensor, bits: int, *, granularity: str = "tensor", clip: Any = "absmax"
-) -> tuple[Tensor, Tensor]:
-    """Codes of `x` [..., in] as int16 [tokens, in], scale float32 [1] or [tokens] (Q1).
-
-    The same codes as `fake.integer_codes`, symmetric. Where that raises, the scale is NaN: for the
-    whole tensor or the token under a dynamic range, for tokens with NaN under a given one; so that
-    what comes of it is NaN and never a plausible number.
-    """
-    rows = x.detach().reshape(-1, x.shape[-1])
-    if rows.numel() == 0:
-        ones = torch.ones(1, device=x.device)
-        return torch.zeros(rows.shape, dtype=torch.int16, device=x.device), ones
-    given = not isinstance(clip, str)
-    clip = clip.to(x.device) if isinstance(clip, Tensor) else clip
-    if rows.dtype in (torch.float16, torch.bfloat16):
-        rows = rows.float()
-    if rows.dtype == torch.float32 and rows.device.type == "cpu" and (given or clip == "absmax"):
-        fused = _fused_codes(rows, bits, granularity == "token", clip if given else None)
-        if fused is not None:
-            return fused
-    step, bounds, _ = quantizer(rows, bits, True, clip, granularity == "tensor")
-    codes = (rows / step).round_().clamp_(*bounds)
-    scale = torch.where(torch.isfinite(step), step, torch.nan).float().reshape(-1)
-    if given:
-        scale = torch.where(rows.isnan().any(-1), torch.nan, scale)
-    return codes.nan_to_num_(0.0).to(torch.int16), scale
-
-
-def _fused_codes(
-    rows: Tensor, bits: int, per_token: bool, clip: Any
-) -> tuple[Tensor, Tensor] | None:
-    """`activation_codes` in one C++ call, or None without a kernel."""
-    kernel = fastest_kernel()
-    if kernel is None:
-        return None
-    step = -1.0 if clip is None else _given_step(rows, bits, clip)
-    return kernel.quantize(rows, bits, per_token, step)
-
-
-def _given_step(rows: Tensor, bits: int, clip: Any) -> float:
-    """The scale of a given range."""
-    return float(quantizer(rows[:1], bits, True, clip, True)[0])
 
 
 def _prepare(
