@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Literal, Union
 
 from skipless.errors import UserError, suggestion
 
-
 _GIVEN: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 
 
