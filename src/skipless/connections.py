@@ -27,7 +27,7 @@ from skipless.recipes.connections import (
 )
 from skipless.report.build import check_out
 from skipless.report.join_page import build_connection_report
-from skipless.rows import Row, train_rows
+from skipless.rows import Row, check_jobs, train_rows
 from skipless.rundir import CONFIG, WEIGHTS, RunDir
 
 TASKS = ("language", "authors")
@@ -51,6 +51,7 @@ def compare_connections(
     are left out there. Raises UserError for an unknown kind or depth, and when no run of the family
     is finished; single failures are told and named in the report.
     """
+    check_jobs(jobs)
     base = Path(out or ("runs/connections-fast" if fast else "runs/connections"))
     report = check_out(base / "report.html")
     layers = tuple(layers or (FEW[:1] if fast else FEW))

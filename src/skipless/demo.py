@@ -9,7 +9,7 @@ from skipless import recipes
 from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.log import say
-from skipless.rows import Row, train_rows
+from skipless.rows import Row, check_jobs, train_rows
 
 
 def run_demo(
@@ -23,6 +23,7 @@ def run_demo(
     from skipless.recipes.demo import FAST_ROWS, ROWS
     from skipless.report.build import check_out
 
+    check_jobs(jobs)  # before --fresh takes anything away
     base = Path(out or ("runs/demo-fast" if fast else "runs/demo"))
     names = FAST_ROWS if fast else ROWS
     began = time.monotonic()

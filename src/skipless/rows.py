@@ -114,12 +114,17 @@ class Row:
             self.error = lines[-1] if lines else f"exit code {self.process.returncode}"
 
 
+def check_jobs(jobs: int | None) -> None:
+    """Raise UserError for a number of processes below 1; to be called before texts are prepared."""
+    if jobs is not None and jobs < 1:
+        raise UserError(f"--jobs is {jobs}; it must be at least 1")
+
+
 def train_rows(rows: list[Row], jobs: int | None = None) -> None:
     """Run all rows, `jobs` at a time (None: one a core, at most 4). Failures are noted in `error`,
     not raised."""
+    check_jobs(jobs)
     jobs = max(1, min(4, os.cpu_count() or 1)) if jobs is None else jobs
-    if jobs < 1:
-        raise UserError(f"--jobs is {jobs}; it must be at least 1")
     waiting, running = list(rows), []
     total = sum(row.num_steps * (1 + MEASURE_SHARE) for row in rows)
     last_line = time.monotonic()

@@ -11,7 +11,7 @@ from skipless import recipes
 from skipless.demo import prepare_data
 from skipless.errors import UserError
 from skipless.jsonable import override
-from skipless.rows import Row, train_rows
+from skipless.rows import Row, check_jobs, train_rows
 from skipless.rundir import RunDir
 
 
@@ -31,6 +31,7 @@ def run_sweep(
     """
     if not names or not values:
         raise UserError("a sweep needs at least one recipe and one value: --values 1e-3 2e-3")
+    check_jobs(jobs)
     settings = settings or {}
     rows, keys, texts = [], [], {}
     for name in names:

@@ -24,6 +24,17 @@ from skipless.errors import UserError
         ("prune plain --loss-budget 0", "--loss-budget is 0"),
         ("fold plain --num-tokens 0", "--num-tokens is '0'"),
         ("convert plain --steps -1", "--steps is -1"),
+        ("data get sotu --vocab-size 4096", "--vocab-size 4096 would be ignored"),
+        ("data list --vocab-size 4096", "take data prepare"),
+        ("sweep demo-fast-rf-kl --values 1e-3 --jobs 0 --data.sources no.txt", "--jobs is 0"),
+        ("compare-connections --fast --jobs 0", "--jobs is 0"),
+        ("demo --fast --jobs 0", "--jobs is 0"),
+        ("convert plain --untrained --distill", "so --distill would be ignored"),
+        ("convert plain --untrained --lr 1e-3", "so --lr 0.001 would be ignored"),
+        ("convert plain --untrained --loss-budget 0.1", "so --loss-budget 0.1 would be ignored"),
+        ("convert plain --start anneal --fit-batches 4", "so --fit-batches 4 would be ignored"),
+        ("convert plain --temperature 2", "so --temperature 2.0 would be ignored; add it"),
+        ("convert plain --steps 0 --train layers", "so --train layers would be ignored"),
     ],
 )
 def test_errors_name_the_option(words, sentence, tmp_path, monkeypatch, capsys):

@@ -70,7 +70,7 @@ def show(
 def data(
     action: Positional[Literal["list", "get", "prepare"]],
     names: Annotated[Positional[tuple[str, ...]], option("[NAME ...]", default="")] = (),
-    vocab_size: Annotated[int, option("N")] = 2048,
+    vocab_size: Annotated[int | None, option("N", default="2048")] = None,
     json: AsJson = False,
 ) -> None:
     """List named texts, fetch some, or tokenise them.
@@ -87,6 +87,11 @@ def data(
     from skipless import data as room
     from skipless.config import DataConfig
 
+    if action != "prepare" and vocab_size is not None:
+        raise UserError(
+            f"data {action} trains no tokeniser, so --vocab-size {vocab_size} would be ignored; "
+            "leave it out, or take data prepare"
+        )
     if action == "list":
         _takes_no_names("data", names)
         rows = room.sources()
@@ -103,7 +108,9 @@ def data(
         print_json(results) if json else [print(r["summary"]) for r in results]
         return
     with as_options({"vocab_size": "--vocab-size"}):
-        prepared = room.prepare(DataConfig(sources=names), vocab_size)
+        prepared = room.prepare(
+            DataConfig(sources=names), 2048 if vocab_size is None else vocab_size
+        )
     print(prepared.describe())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -114,6 +115,12 @@ def convert(
             model=model, text=text, sequence_length=sequence_length, batch_size=batch_size,
             held_out_tokens=held_out_tokens, device=device,
         )  # fmt: skip
+    training = {
+        "distill": distill, "skips_per_stage": skips_per_stage, "steps": steps, "start": start,
+        "fit_batches": fit_batches, "lr": lr, "train": train, "temperature": temperature,
+        "loss_budget": loss_budget,
+    }  # fmt: skip
+    _check_read(untrained, training)
     if untrained:
         with as_options(NAMES):
             measured = measure_untrained(source, config)
@@ -129,6 +136,25 @@ def convert(
         return
     print(*_stage_lines(record), sep="\n")
     print(f"{path}  (skipless.surgery.load reads it; in it convert.json and convert.png)")
+
+
+def _check_read(untrained: bool, training: dict[str, Any]) -> None:
+    """Raise UserError for an option that another one leaves without a meaning."""
+    reasons = [
+        ("--untrained", untrained, "trains nothing", tuple(training)),
+        ("--start anneal", training["start"] == "anneal", "fits nothing", ("fit_batches",)),
+        ("--steps 0", training["steps"] == 0, "trains nothing", ("lr", "train", "temperature")),
+        ("a training without --distill", not training["distill"], "compares no distributions",
+         ("temperature",)),
+    ]  # fmt: skip
+    defaults = inspect.signature(convert).parameters
+    for option, holds, does, names in reasons:
+        remedy = "leave one of them out" if option.startswith("--") else "add it, or leave this out"
+        for name in names if holds else ():
+            value = training[name]
+            if value != defaults[name].default:
+                typed = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+                raise UserError(f"{option} {does}, so {typed} would be ignored; {remedy}")
 
 
 def _stage_lines(record: dict[str, Any]) -> list[str]:
