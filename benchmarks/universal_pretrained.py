@@ -40,7 +40,7 @@ from skipless.pretrained import fetch_model
 from skipless.surgery import patch
 
 PEER = "residual"
-ROWS = (PEER, "layerscale", "universal", "universal-only")
+ROWS = (PEER, "universal", "layerscale", "universal-only")
 SEEDS, STEPS, EVERY, BATCH, LENGTH, HELD_OUT = (0, 1), 40, 10, 2, 256, 16
 LR, CONNECTION_LR, WARMUP = 2e-5, 3e-4, 8
 
