@@ -148,13 +148,13 @@ def _check_read(untrained: bool, training: dict[str, Any]) -> None:
          ("temperature",)),
     ]  # fmt: skip
     defaults = inspect.signature(convert).parameters
-    for option, holds, does, names in reasons:
-        remedy = "leave one of them out" if option.startswith("--") else "add it, or leave this out"
+    for word, holds, does, names in reasons:
+        remedy = "leave one of them out" if word.startswith("--") else "add it, or leave this out"
         for name in names if holds else ():
             value = training[name]
             if value != defaults[name].default:
                 typed = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
-                raise UserError(f"{option} {does}, so {typed} would be ignored; {remedy}")
+                raise UserError(f"{word} {does}, so {typed} would be ignored; {remedy}")
 
 
 def _stage_lines(record: dict[str, Any]) -> list[str]:
