@@ -109,3 +109,36 @@ def test_misuse_is_told():
         cache.layers[0].crop(2)
     with pytest.raises(UserError, match="cannot be assigned"):
         cache.layers[0].keys = torch.ones(1)
+
+
+def test_encoders_sliding_windows_and_assistants():
+    """Where a cache is read and cut in other ways; at 16 bits the tokens are those of floats."""
+    from transformers import (
+        EncoderDecoderCache,
+        MistralConfig,
+        MistralForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 90}
+    t5 = T5ForConditionalGeneration(
+        T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=90,
+                 decoder_start_token_id=0)
+    ).eval()  # fmt: skip
+    sliding = MistralForCausalLM(
+        MistralConfig(num_hidden_layers=2, num_key_value_heads=2, sliding_window=4, **shape)
+    ).eval()
+    large, small = (
+        LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **shape)).eval() for layers in (2, 1)
+    )
+    pair = EncoderDecoderCache(QuantizedCache(bits=16), QuantizedCache(bits=16))
+    for model, cache, ids, options in (
+        (t5, pair, IDS, {"num_beams": 3}),
+        (sliding, QuantizedCache(bits=16), IDS, {}),
+        (large, QuantizedCache(bits=16), IDS[:1], {"assistant_model": small}),
+    ):
+        expected = model.generate(ids, max_new_tokens=12, num_beams=options.get("num_beams", 1))
+        found = model.generate(ids, past_key_values=cache, max_new_tokens=12, **options)
+        assert torch.equal(found, expected), type(model).__name__
