@@ -1,12 +1,13 @@
 """All blocks of one new token in one C++ call, where every connection is an elementwise sum.
 
-The first block of the model runs the whole stack and tells the others so through the context; they
-hand the stream on. Connections C1-C7 and C9 are y = a x + b f + c x0 with numbers or vectors that
-are read from their parameters. Read by `blocks.py`.
+The first block runs the whole stack and tells the model so through the context. Connections C1-C7
+and C9 are y = a x + b f + c x0 with numbers or vectors that are read from their parameters. Read by
+`blocks.py`.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Stack:
             if not state.is_ready:
                 state.prepare()
         self.step: StackStep | None = None
+        self._cache: weakref.ref[KeyValueCache] | None = None
+        self._arrangement, self._next, self._capacity = (0, 0), 0, 0
         parts: list[nn.Module] = []
         for state in states:
             block = state.block
@@ -85,27 +88,51 @@ class Stack:
 
     def take(self, state: BlockState, stream: Tensor, context: ForwardContext) -> Tensor | None:
         """The stream behind the last block, if this pass is computed so; None if it is not."""
-        if state is not self.states[0]:
-            return stream if context.is_finished else None
-        if not one_token(stream, context, state.record) or state.block.training:
+        if state is not self.states[0] or state.block.training:
+            return None
+        if not one_token(stream, context, state.record):
             return None
         if not self.is_ready:
             self.prepare()
-        cache = cast(KeyValueCache, context.cache)
         if sum_of_hooks(self._hooks) != self._num_hooks:
             return None
-        if not all(s.layer is None or s.holds(cache) for s in self.states):
-            return None
+        cache = cast(KeyValueCache, context.cache)
         if self.step is None or self._changed():
             self._build()
         assert self.step is not None, "just built"
+        if not self._knows(cache, len(stream)):
+            if not all(s.layer is None or s.holds(cache) for s in self.states):
+                return None
+            self._look_up(cache, len(stream))
         if state.record.state.unseen:
             for other in self.states:
                 state.record.state.unseen -= other.names
-        for place, other in enumerate(s for s in self.states if s.layer is not None):
-            self.step.keep(place, other.stores(cache, len(stream)))
         context.is_finished = True
+        self._next = cache.length + 1
         return self.step.run(stream, context.embedding, context.rotary, cache.length)
+
+    def _knows(self, cache: KeyValueCache, rows: int) -> bool:
+        """Whether the addresses of the last step are those of the next token.
+
+        They are if nothing came in between: a longer text would have grown past this length, and
+        what rearranges rows counts.
+        """
+        known = self._cache() if self._cache is not None else None
+        return (
+            known is cache
+            and self._arrangement == (cache.arrangement, rows)
+            and self._next == cache.length
+            and cache.length < self._capacity
+        )
+
+    def _look_up(self, cache: KeyValueCache, rows: int) -> None:
+        """Tell the step where keys and values are; UserError for another number of rows."""
+        assert self.step is not None, "built before"
+        pairs = [state.stores(cache, rows) for state in self.states if state.layer is not None]
+        for place, pair in enumerate(pairs):
+            self.step.keep(place, pair)
+        self._cache, self._arrangement = weakref.ref(cache), (cache.arrangement, rows)
+        self._capacity = min((s.capacity for pair in pairs for s in pair), default=1 << 62)
 
     def _changed(self) -> bool:
         moved = any(mark(own[name]) != known for own, name, known in self._gains)
@@ -133,7 +160,7 @@ class Stack:
                 for own in (connection._parameters, connection._buffers):
                     self._gains += [(own, name, mark(own[name])) for name in own]
         make.finish()
-        self.step = make
+        self.step, self._cache = make, None
 
 
 def block_width(state: BlockState) -> int:

@@ -79,6 +79,8 @@ class KeyValueCache:
 
     def __init__(self, new_store: Callable[[int, str], Store] | None = None) -> None:
         self.length = 0
+        self.arrangement = 0
+        """Counts how often the rows were rearranged, which moves what the stores hold."""
         self._new_store = new_store
         self.stores: dict[tuple[int, str], Store] = {}
         self._histories: dict[Hashable, Tensor] = {}
@@ -140,6 +142,7 @@ class KeyValueCache:
 
     def reorder(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` [B'] in that order: beam search, or repetition."""
+        self.arrangement += 1
         for store in self.stores.values():
             store.select(rows)
         self._histories = {k: h.index_select(0, rows) for k, h in self._histories.items()}

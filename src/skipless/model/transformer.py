@@ -104,6 +104,8 @@ class Transformer(nn.Module):
         context.embedding = stream
         for block in self.layers:
             stream = block(stream, context)
+            if context.is_finished:
+                break
         if cache is not None:
             cache.advance(input_ids.shape[1])
         stream = self.norm(stream)
