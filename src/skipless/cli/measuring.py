@@ -14,6 +14,7 @@ from skipless.cli.terminal import (
     quantize_lines,
 )
 from skipless.errors import UserError
+from skipless.jsonable import parse_json, read_text
 from skipless.rundir import CONFIG
 from skipless.scheme import Scheme
 
@@ -91,9 +92,14 @@ def quantize(
     """
     tokens = whole_number("--num-tokens", num_tokens)
     Scheme.parse("W8A8").with_overrides(override)
-    if not (Path(model) / CONFIG).exists() and (text or data):
+    if not _is_run(model) and (text or data):
         _quantize_model(model, schemes, scopes, methods, override, text, data, tokens, json)
         return
+    if (Path(model) / CONFIG).exists() and not _is_run(model):
+        raise UserError(
+            f"{model} is no run, which has its held-out text; give --text FILE, or --data NAME "
+            "(`skipless data list` shows names)"
+        )
     check_schemes(model, schemes)
     if text or data:
         raise UserError(f"{model} is a run and has its held-out text; leave out --text and --data")
@@ -112,6 +118,14 @@ def quantize(
         say=lambda text: None if json else say(text),
     )
     print_json(result) if json else print(*quantize_lines(result), sep="\n")
+
+
+def _is_run(name: str) -> bool:
+    """Whether the folder's config.json is a run's; Hugging Face calls its own the same."""
+    try:
+        return "train" in parse_json(read_text(Path(name) / CONFIG), where=name)
+    except UserError:
+        return False
 
 
 def _quantize_model(
