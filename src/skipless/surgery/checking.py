@@ -1,14 +1,22 @@
-"""Models that surgery cannot work on, refused: wrapped ones, and weights that are no numbers."""
+"""What surgery cannot work on, refused: wrapped models, weights that are no numbers, batches that
+are not of the model's tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.model import Transformer
 
-__all__ = ["check_finite", "check_model"]
+__all__ = ["check_batch", "check_batches", "check_finite", "check_model", "unwrapped"]
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside what `torch.compile` returns; any other model is itself."""
+    return getattr(model, "_orig_mod", model)
 
 
 def check_model(model: Any, *, wrapped: bool = False) -> None:
@@ -48,3 +56,45 @@ def check_finite(model: nn.Module, where: str = "") -> None:
                 f"{where or type(model).__name__} computes no numbers: {name} is {value} at "
                 f"{index}{others}; get its weights anew"
             )
+
+
+def check_batches(model: nn.Module, batches: Iterable[Any]) -> None:
+    """Raise UserError for the first batch that `check_batch` refuses."""
+    for index, batch in enumerate(batches):
+        check_batch(model, batch, f"batch {index}")
+
+
+def check_batch(model: nn.Module, batch: Any, name: str = "the batch") -> None:
+    """Raise UserError for token ids that are none of the model's, which torch tells of from deep
+    inside, and on CUDA not where it happened: of another shape or dtype than [B, T] whole numbers,
+    none at all, or beyond the vocabulary. A model that reads no token ids takes anything."""
+    embedding = _embedding(model)
+    if embedding is None:
+        return
+    ids = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    ids = ids.get("input_ids") if isinstance(ids, Mapping) else ids
+    if not isinstance(ids, Tensor):
+        return  # `skipless.evaluate.loss` says what a batch is
+    if ids.is_floating_point() or ids.ndim != 2 or not ids.numel():
+        raise UserError(
+            f"{name} holds {str(ids.dtype).removeprefix('torch.')} of shape {list(ids.shape)}; "
+            "token ids, at least one, as whole numbers [batch, tokens] were expected"
+        )
+    low, high = (int(end) for end in ids.aminmax())
+    if low < 0 or high >= len(embedding):
+        raise UserError(
+            f"{name} holds the token {low if low < 0 else high} and {type(model).__name__} knows 0 "
+            f"to {len(embedding) - 1}; cut the text with the tokenizer of this model"
+        )
+
+
+def _embedding(model: Any) -> Tensor | None:
+    """The token embedding [V, D] of a model whose first input are token ids."""
+    if isinstance(model, Transformer):
+        return model.embed_tokens.weight
+    if getattr(model, "main_input_name", None) != "input_ids":
+        return None
+    try:
+        return getattr(model.get_input_embeddings(), "weight", None)
+    except (AttributeError, NotImplementedError):  # two towers
+        return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,8 @@ def save_patched(
 ) -> None:
     """What `model.save_pretrained` runs while patched; arguments as transformers', whose own
     method is `plain_save`. Every rank of a sharded model calls it; one of them writes."""
+    if not str(directory).strip():
+        raise UserError("the folder to save to is empty; name one, such as 'patched'")
     target = Path(directory)
     if options.pop("push_to_hub", False):
         raise UserError("a patched model is not pushed while saving; save it, upload the folder")
@@ -99,10 +102,18 @@ def save_patched(
                 _mark(Path(staging), rows)
                 with _alone(target):
                     _move(Path(staging), target)
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         if not present:
             with contextlib.suppress(OSError):
                 target.rmdir()  # made for nothing; stays if another process writes into it
+        if isinstance(error, RuntimeError) and "shared tensors" in str(error):
+            names = " and ".join(sorted(re.findall(r"'([^']+)'", str(error).split("]")[0])))
+            raise UserError(
+                f"the model cannot be saved: {names} are one tensor, which its class does not "
+                "declare as tied, so transformers refuses; give each a weight of its own"
+            ) from error
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"the model cannot be saved to {target}: {reason}; free space, fix the permission or "

@@ -23,8 +23,9 @@ from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.model import Connection
 from skipless.quant import evaluation_mode
+from skipless.surgery.checking import check_batches, unwrapped
 from skipless.surgery.conversion.distilling import Loss, Yardstick
-from skipless.surgery.conversion.inputs import Batches, by_step, check_model
+from skipless.surgery.conversion.inputs import Batches, by_step, check_model, check_teacher
 from skipless.surgery.conversion.keeping import Keeper, keeping
 from skipless.surgery.conversion.results import Conversion
 from skipless.surgery.conversion.settings import ConversionConfig
@@ -74,9 +75,13 @@ def convert(
     is left half-way.
     """
     config, source = config or ConversionConfig(), source or {}
+    model, held_out = unwrapped(model), list(as_list(held_out))
     check_model(model, loss, folder)
+    check_batches(model, held_out)
+    if teacher is not None and config.distill:
+        check_teacher(model, unwrapped(teacher))
     with keeping(folder, config, source) as keeper:
-        batch = by_step(batches)
+        batch = by_step(model, batches)
         original = (copy.deepcopy(model) if teacher is None else teacher).eval()
         if teacher is None:
             original.requires_grad_(False)
@@ -84,7 +89,7 @@ def convert(
         learnable = [p for p in model.eval().parameters() if p.requires_grad]
         joins = open_joins(model, config)
         try:
-            measure = Yardstick(original, list(as_list(held_out)), loss, config.precision)
+            measure = Yardstick(original, held_out, loss, config.precision)
             first = [batch(i) for i in range(config.fit_batches)]
             start = measure(model)[0]
             ends = _ends(model, joins, first[0], config)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.sites import first_tensor
-from skipless.surgery.checking import check_finite
+from skipless.surgery.checking import check_batch, check_finite
 from skipless.surgery.conversion.distilling import Loss
 
-__all__ = ["Batches", "by_step", "check_model", "count"]
+__all__ = ["Batches", "by_step", "check_model", "check_teacher", "count"]
 
 
 @runtime_checkable
@@ -56,14 +56,41 @@ def _predicts_next_tokens(name: str) -> bool:
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def by_step(batches: Batches | Sequence[Any]) -> Callable[[int], Any]:
-    """Batch number -> batch; a list is gone through round and round."""
+def check_teacher(model: Any, teacher: Any) -> None:
+    """Raise UserError for a teacher whose logits are of other tokens than those of `model`."""
+    sizes = [_num_logits(one) for one in (model, teacher)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise UserError(
+            f"the teacher has logits of {sizes[1]} tokens and the model of {sizes[0]}; give the "
+            "original of this very model"
+        )
+
+
+def _num_logits(model: Any) -> int | None:
+    try:
+        return len(model.get_output_embeddings().weight)
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def by_step(model: nn.Module, batches: Batches | Sequence[Any]) -> Callable[[int], Any]:
+    """Batch number -> batch for `model`; a list is gone through round and round."""
     if isinstance(batches, Batches):
-        return batches.batch
-    listed = list(as_list(batches))
-    if not listed:
-        raise UserError("there is no batch to train on; pass at least one")
-    return lambda step: listed[step % len(listed)]
+        pick = batches.batch
+    else:
+        listed = list(as_list(batches))
+        if not listed:
+            raise UserError("there is no batch to train on; pass at least one")
+
+        def pick(step: int) -> Any:
+            return listed[step % len(listed)]
+
+    def batch(step: int) -> Any:
+        found = pick(step)
+        check_batch(model, found, f"training batch {step}")
+        return found
+
+    return batch
 
 
 def count(batch: Any) -> int:

@@ -18,6 +18,7 @@ from skipless.config import ConnectionConfig
 from skipless.evaluate.losses import as_list
 from skipless.log import progress
 from skipless.model import Connection
+from skipless.surgery.checking import check_batches, check_finite, unwrapped
 from skipless.surgery.conversion.distilling import Loss, Yardstick
 from skipless.surgery.conversion.results import Untrained
 from skipless.surgery.conversion.settings import ConversionConfig
@@ -122,8 +123,10 @@ def untrained_curves(
     the held-out text. `loss` measures what is no causal language model. The model is afterwards
     what it was. Raises UserError as `convert` does.
     """
-    config = config or ConversionConfig()
+    config, model = config or ConversionConfig(), unwrapped(model)
     batches = list(as_list(held_out))
+    check_batches(model, batches)
+    check_finite(model)
     measure = Yardstick(model, batches, loss)
     total, already = count_skips(model)
     before = measure(model)[0]

@@ -32,7 +32,7 @@ from skipless.log import console
 from skipless.model import Transformer
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import first_tensor
-from skipless.surgery.checking import check_finite
+from skipless.surgery.checking import check_finite, unwrapped
 from skipless.surgery.dropping import revive
 from skipless.surgery.slimming.own_folding import fold_own
 from skipless.surgery.slimming.patched_folding import fold_patched
@@ -89,6 +89,7 @@ def fold(
     weight per channel, a branch that no linear layer ends, annealing half done, or a difference of
     1e-5 and more.
     """
+    model = unwrapped(model)
     wide = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if not wide <= {torch.float32, torch.float64}:
         names = ", ".join(sorted(str(d).removeprefix("torch.") for d in wide))
@@ -110,7 +111,9 @@ def fold(
     )  # fmt: skip
     console.print(found.describe(), highlight=False, markup=False, soft_wrap=True)
     if not distance < LIMIT:
-        hint = "; try norm_gains=False" if tally.counts["F4"] else ""
+        shared = _shared(work)
+        hint = f"; {shared} are one tensor, which cannot hold two gains" if shared else ""
+        hint += "; try norm_gains=False" if tally.counts["F4"] else ""
         if tally.counts["F3"]:
             hint += "; F3 changes what the norms' eps does where the stream is small"
         raise UserError(
@@ -118,6 +121,24 @@ def fold(
             f"is the limit; nothing was changed{hint}"
         )
     return found
+
+
+def _shared(model: nn.Module) -> str:
+    """The names of one weight that several layers share; "" where none is."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    embeddings = (
+        "embed",
+        "lm_head",
+        "wte",
+        "decoder.",
+    )  # tied on purpose, and no branch ends there
+    found = [
+        several for several in names.values()
+        if several[1:] and not any(word in name for name in several for word in embeddings)
+    ]  # fmt: skip
+    return " and ".join(found[0]) if found else ""
 
 
 def sample_inputs(model: nn.Module, given: Any) -> Any:

@@ -19,12 +19,13 @@ from typing import Any, Literal
 
 from torch import nn
 
+from skipless.checks import is_real
 from skipless.errors import UserError, check_choice
 from skipless.evaluate import loss as language_loss
 from skipless.evaluate.losses import as_list
 from skipless.log import console
 from skipless.model import Connection
-from skipless.surgery.checking import check_finite
+from skipless.surgery.checking import check_batches, check_finite, unwrapped
 from skipless.surgery.slimming.removal import Size, remove, size_of
 from skipless.surgery.slimming.shares import Share, candidates, layer_names, measure_shares
 from skipless.surgery.slimming.trials import Trials
@@ -132,12 +133,13 @@ def prune(
     """
     _check(tolerance, loss_budget)
     check_choice("unit", unit, ("sublayer", "layer"))
-    batches = list(as_list(batches))
+    model, batches = unwrapped(model), list(as_list(batches))
     if not batches:
         raise UserError(
             "no batch to measure the sublayers on; pass at least one, and a list instead of an "
             "iterator that was read before"
         )
+    check_batches(model, batches)
     check_finite(model)
     named = candidates(model)
     groups = _groups(model, named, unit)
@@ -168,11 +170,11 @@ def prune(
 
 
 def _check(tolerance: float | None, loss_budget: float | None) -> None:
-    if tolerance is not None and not 0 < tolerance < math.inf:
-        raise UserError(f"tolerance is {tolerance}; a positive share of the stream was expected")
-    if loss_budget is not None and not 0 < loss_budget < math.inf:
+    if tolerance is not None and not (is_real(tolerance) and 0 < tolerance < math.inf):
+        raise UserError(f"tolerance is {tolerance!r}; a positive share of the stream was expected")
+    if loss_budget is not None and not (is_real(loss_budget) and 0 < loss_budget < math.inf):
         raise UserError(
-            f"loss_budget is {loss_budget}; a positive number of nats a token was expected, such "
+            f"loss_budget is {loss_budget!r}; a positive number of nats a token was expected, such "
             "as 0.02"
         )
 

@@ -18,6 +18,7 @@ from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.model import Connection, Transformer, is_absent
 from skipless.quant import evaluation_mode, run_batch
+from skipless.surgery.checking import check_batches, check_finite, unwrapped
 from skipless.surgery.patching import CONSTANT_KINDS
 from skipless.surgery.records import connections
 from skipless.surgery.stacks import find_stacks
@@ -40,7 +41,11 @@ def shares(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     A stream weight counts as part of x: the share is |y - a x| / |x|. Raises UserError for a
     model without connections.
     """
-    found = measure_shares(model, candidates(model), as_list(batches))
+    model, batches = unwrapped(model), list(as_list(batches))
+    named = candidates(model)
+    check_batches(model, batches)
+    check_finite(model)
+    found = measure_shares(model, named, batches)
     return {name: share.largest for name, share in found.items()}
 
 
@@ -70,10 +75,21 @@ def candidates(model: nn.Module) -> dict[str, Connection]:
     }  # fmt: skip
     if not found:
         raise UserError(
-            f"{type(model).__name__} has no sublayer to drop: none of them has a skip to fall back "
-            "on, or all are dropped"
+            f"{type(model).__name__} has no sublayer to drop: none of its {len(named)} connections "
+            "has a skip to fall back on, or all are dropped" + _unmarked(model, named)
         )
     return found
+
+
+def _unmarked(model: nn.Module, named: Mapping[str, Connection]) -> str:
+    """What to do where the unpatched sublayers of a patched model are the ones that could go."""
+    present = set() if isinstance(model, Transformer) else set(layer_names(model)) - set(named)
+    if not present:
+        return ""
+    return (
+        f"; the other {len(present)} sublayers are not patched: mark them with patch(model, "
+        "'residual', sites=..., layers=...)"
+    )
 
 
 def _falls_back(module: Connection) -> bool:
