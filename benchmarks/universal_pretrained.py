@@ -196,8 +196,8 @@ def main() -> None:
     out = options.out or Path("runs") / name
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     runs = []
-    for seed in SEEDS:
-        for row in ROWS:
+    for row in ROWS:
+        for seed in SEEDS:
             run = next((r for r in done if (r["row"], r["seed"]) == (row, seed)), None)
             if run is None:  # in a process of its own, for its peak of memory
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
