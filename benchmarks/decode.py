@@ -259,11 +259,13 @@ def main() -> None:
             print("onnxruntime is not installed; pip install 'skipless[onnx]' to compare with it")
     ids = torch.randint(config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     tokens = {name: way.start(ids) for name, way in ways.items()}
-    reference = ways["float32"].logits
-    for name, way in ways.items():
-        distance = float((way.logits - reference).norm() / reference.norm())
-        print(f"{name}: logits of the prompt {distance:.3f} away from float32")
-        assert distance < 0.25, f"{name} computes something else"
+    for name, other in (("integers", "float32"), ("onnxruntime", "integers")):
+        if name in ways:
+            mine, theirs = ways[name].logits, ways[other].logits
+            distance = float((mine - theirs).norm() / theirs.norm())
+            print(f"logits of the prompt, {name} from {other}: {distance:.3f}")
+            if name == "onnxruntime":
+                assert distance < 0.15, "ONNX Runtime computes something else"
     fuse(integer)
     alone = arguments.threads == 1
     clock = time.process_time if alone else time.perf_counter

@@ -177,8 +177,9 @@ void multiply(const Product& p, int threads) {
   }
 }
 
-// Room for codes, one a thread that calls; it grows and is kept.
-template <typename Value>
+// Room for `count` values, one a thread and use; it grows and is kept.
+enum Use { kCodes, kScales, kStep, kLogits, kBranch };
+template <typename Value, Use use = kCodes>
 Value* scratch(int64_t count) {
   thread_local std::vector<Value> room;
   if (static_cast<int64_t>(room.size()) < count) room.resize(count);

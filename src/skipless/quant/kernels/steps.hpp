@@ -16,23 +16,22 @@ class Products {
     const int64_t padded = layer.groups * group;
     if (!last_ || narrow != narrow_ || padded != padded_ || layer.limit != last_->limit ||
         layer.per_row != last_->per_row || layer.step != last_->step) {
-      scales_ = scratch<Scale>(x_.rows);
-      float* scales = &scales_->value;
+      scales_ = scratch<float, kScales>(x_.rows);
       if (narrow) {
         codes_ = scratch<int8_t>(x_.rows * padded);
         make_codes(x_, padded, layer.limit, layer.per_row != 0, layer.step,
-                   static_cast<int8_t*>(codes_), scales, threads_);
+                   static_cast<int8_t*>(codes_), scales_, threads_);
       } else {
         codes_ = scratch<int16_t>(x_.rows * padded);
         make_codes(x_, padded, layer.limit, layer.per_row != 0, layer.step,
-                   static_cast<int16_t*>(codes_), scales, threads_);
+                   static_cast<int16_t*>(codes_), scales_, threads_);
       }
       last_ = &layer, narrow_ = narrow, padded_ = padded;
       const int64_t count = layer.per_row || layer.step > 0 ? x_.rows : 1;
-      for (int64_t i = 0; i < count; ++i) finite_ = finite_ && !std::isnan(scales[i]);
+      for (int64_t i = 0; i < count; ++i) finite_ = finite_ && !std::isnan(scales_[i]);
     }
     const Product p{codes_, layer.w, x_.rows, layer.groups, layer.columns,
-                    std::max<int64_t>(layer.block, 1), nullptr, &scales_->value,
+                    std::max<int64_t>(layer.block, 1), nullptr, scales_,
                     layer.per_row || layer.step > 0 ? 1 : 0, layer.column_scale, layer.bias, y,
                     nullptr};
     skipless::multiply(p, static_cast<Form>(layer.form), threads_);
@@ -41,16 +40,13 @@ class Products {
   bool finite() const { return finite_; }
 
  private:
-  struct Scale {  // a type of its own, so that this scratch is nobody else's
-    float value;
-  };
   const Rows x_;
   const int threads_;
   const Linear* last_ = nullptr;
   bool narrow_ = false, finite_ = true;
   int64_t padded_ = 0;
   void* codes_ = nullptr;
-  Scale* scales_ = nullptr;
+  float* scales_ = nullptr;
 };
 
 }  // namespace
@@ -68,11 +64,11 @@ int skipless_attention_step(const skipless::AttentionLayer* layer, const float* 
   using namespace skipless;
   const int64_t heads = layer->heads, groups = layer->groups, size = layer->size;
   const int64_t inner = heads * size, shared = groups * size;
-  // One room for all: normed, q, k, v, mixed, turned, unpacked, logits.
-  float* room = scratch<float>(rows * (width + 2 * inner + 2 * shared) + inner + size + past + 1);
+  // One room for all: normed, q, k, v, mixed, turned.
+  float* room = scratch<float, kStep>(rows * (width + 2 * inner + 2 * shared) + inner);
   float* q = room + rows * width;
   float *k = q + rows * inner, *v = k + rows * shared, *mixed = v + rows * shared;
-  float *turned = mixed + rows * inner, *unpacked = turned + inner, *logits = unpacked + size;
+  float* turned = mixed + rows * inner;
   if (layer->norm.kind) {
     normalize(layer->norm, x, rows, width, room);
     x = room;
@@ -88,16 +84,20 @@ int skipless_attention_step(const skipless::AttentionLayer* layer, const float* 
   }
   if (!remember(layer->key, *keys, k, rows, groups, size, past)) bad |= 2;
   if (!remember(layer->value, *values, v, rows, groups, size, past)) bad |= 4;
-  for (int64_t b = 0; b < rows; ++b) {
-    for (int64_t h = 0; h < heads; ++h) {
-      const int64_t index = b * groups + h / (heads / groups);
+  // Short texts are done before another thread has woken.
+  const int64_t pieces = past < 64 ? 1 : std::min<int64_t>(rows * heads, 2 * threads);
+  Pool::run(pieces, threads, [&](int64_t piece) {
+    float* unpacked = scratch<float, kLogits>(size + 1 + past + 1);
+    float* logits = unpacked + size + 1;
+    const int64_t all = rows * heads;
+    for (int64_t at = all * piece / pieces; at < all * (piece + 1) / pieces; ++at) {
+      const int64_t h = at % heads, index = at / heads * groups + h / (heads / groups);
       const Head key{layer->key, *keys, index, size, unpacked};
       const Head value{layer->value, *values, index, size, unpacked};
-      attend(q + (b * heads + h) * size, key, value, past + 1, layer->head_scale[h],
-             layer->identity_bias ? layer->identity_bias[h] : 0.0f, logits,
-             mixed + (b * heads + h) * size);
+      attend(q + at * size, key, value, past + 1, layer->head_scale[h],
+             layer->identity_bias ? layer->identity_bias[h] : 0.0f, logits, mixed + at * size);
     }
-  }
+  });
   Products out(mixed, rows, inner, threads);
   out.multiply(layer->o, y);
   return bad | (out.finite() ? 0 : 8);
@@ -108,7 +108,7 @@ int skipless_mlp_step(const skipless::MlpLayer* layer, const float* x, int64_t r
                       float* y, int threads) {
   using namespace skipless;
   const int64_t inner = layer->up.columns;
-  float* room = scratch<float>(rows * (width + 2 * inner));
+  float* room = scratch<float, kStep>(rows * (width + 2 * inner));
   float *up = room + rows * width, *gate = up + rows * inner;
   if (layer->norm.kind) {
     normalize(layer->norm, x, rows, width, room);
@@ -130,10 +130,7 @@ int64_t skipless_stack_step(const skipless::Sublayer* layers, int64_t count, flo
                             const float* embedding, int64_t rows, int64_t width,
                             const float* cosine, const float* sine, int64_t past, int threads) {
   using namespace skipless;
-  struct Branch {  // a type of its own, so that this scratch is nobody else's
-    float value;
-  };
-  float* branch = &scratch<Branch>(2 * rows * width)->value;
+  float* branch = scratch<float, kBranch>(2 * rows * width);
   float* normed = branch + rows * width;
   int64_t first = -1;
   for (int64_t n = 0; n < count; ++n) {
