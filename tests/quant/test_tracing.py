@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from skipless.quant import paused, quantize, restore
-from skipless.quant.tracing import find_source, read_groups, rotates_in_blocks
+from skipless.quant.sources import find_source, rotates_in_blocks
+from skipless.quant.tracing import read_groups
 
 
 def found(model: nn.Module, batch) -> dict[tuple[str, ...], str | None]:
@@ -144,7 +145,7 @@ def test_families(make, ids):
 
     def outputs():
         from skipless.quant.calibrate import run_batch
-        from skipless.quant.tracing import all_outputs
+        from skipless.quant.sources import all_outputs
 
         with torch.no_grad():
             return all_outputs(run_batch(model, batch))

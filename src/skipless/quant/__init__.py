@@ -9,8 +9,10 @@ observers.py    static ranges, streaming
 calibrate.py    running calibration batches
 activations.py  the hooks
 weights.py      one quantised parameter and its codes
-tracing.py      which layers read one tensor, and where it comes from
+tracing.py      which layers read one tensor
+sources.py      into which module before them a factor can be folded
 rotation.py     Hadamard matrices of any width
+changes.py      parameters and inputs that were changed, and how to undo it
 transforms.py   scaling and rotating without changing the function
 methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
 apply.py        quantize, restore, quantized, paused

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.calibrate import run_calibration
+from skipless.quant.changes import Changes, InputChange
 from skipless.quant.methods import Method, method_name, needs_data, parse_methods
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import ActivationTarget, find_targets, find_untouched
-from skipless.quant.transforms import Changes, InputChange, Session
+from skipless.quant.transforms import Session
 from skipless.quant.weights import QuantizedWeight, round_weight
 from skipless.sites import ChoosesImplementation, chooses_implementation
 

@@ -7,7 +7,7 @@ Gaussian, which is what a uniform grid likes best (S11). Works without a residua
 nothing is shared between layers.
 
 1. V under O: heads mix tokens, not channels, so the rotation of each head's channels passes through
-   attention. Where `tracing.rotates_in_blocks` finds that it does, R goes into the weights of V and
+   attention. Where `sources.rotates_in_blocks` finds that it does, R goes into the weights of V and
    O and costs nothing when the model runs.
 2. everything else: x R is computed when the model runs, W R beforehand. Widths 2^k times 1, 12, 20,
    28 or 36 have a Hadamard matrix here and take about n (P + m) multiplications; others are rotated
@@ -25,7 +25,8 @@ from typing import ClassVar
 
 from skipless.jsonable import Config
 from skipless.quant.rotation import Rotate, rotation
-from skipless.quant.tracing import Group, Source
+from skipless.quant.sources import Source
+from skipless.quant.tracing import Group
 from skipless.quant.transforms import Session
 from skipless.sites import bias_of
 

@@ -31,7 +31,8 @@ from skipless.jsonable import Config
 from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.replacing import replace_first
 from skipless.quant.rotation import Rotate
-from skipless.quant.tracing import Group, all_outputs, is_norm, nearly_equal, read_groups
+from skipless.quant.sources import all_outputs, nearly_equal
+from skipless.quant.tracing import Group, is_norm, read_groups
 from skipless.quant.transforms import Session, gain_offset
 from skipless.sites import bias_of, block_names, linear_widths, weight_of
 
