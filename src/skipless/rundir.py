@@ -40,7 +40,7 @@ WEIGHTS, CHECKPOINTS, LOCK = "model.safetensors", "checkpoint", ".lock"
 OWN_FILES = (
     CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, "data.json", "metrics.jsonl", "probes.jsonl",
     "diagnosis.json", "probe.json", "train.json", "eval.json", "quant.json", "samples.json",
-    "prune.json", "tensorboard",
+    "prune.json", "tensorboard", "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl",
 )  # fmt: skip
 """Everything that training and measuring write into a run directory, temporaries apart."""
 

@@ -9,7 +9,8 @@ has its name in GROUPS:
 
     catalogs.py   what there is: list, show, data, models
     training.py   what trains: demo, train, sweep, compare-connections
-    measuring.py  what reads trained runs: eval, probe, quantize, report
+    measuring.py  what reads trained runs: probe, quantize, report
+    evaluating.py what asks a model questions: eval
     diagnosing.py what reads any model: diagnose
     doctoring.py  what judges a run or a model: doctor
     surgery.py    what changes models that others trained: patch
@@ -35,8 +36,9 @@ from skipless.cli.catalogs import data, list_, models, show
 from skipless.cli.convert import convert
 from skipless.cli.diagnosing import diagnose
 from skipless.cli.doctoring import doctor
+from skipless.cli.evaluating import eval_
 from skipless.cli.exporting import export
-from skipless.cli.measuring import eval_, probe, quantize, report
+from skipless.cli.measuring import probe, quantize, report
 from skipless.cli.slimming import fold, prune
 from skipless.cli.surgery import patch
 from skipless.cli.terminal import overview

@@ -1,4 +1,4 @@
-"""The subcommands that read trained runs: `eval`, `probe`, `quantize` and `report`."""
+"""The subcommands that read trained runs: `probe`, `quantize` and `report`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
 from skipless.cli.terminal import (
-    evaluation_line,
     method_lines,
     print_json,
     probe_lines,
@@ -26,26 +25,13 @@ Tokens = Annotated[
 ]
 
 
-def eval_(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
-    """Measure held-out loss, perplexity and bits per byte -> eval.json.
-
-    For example: skipless eval runs/mine --num-tokens 20_000
-    """
-    tokens = whole_number("--num-tokens", num_tokens)
-    loaded = _load(run)
-    from skipless.measure import evaluate_run
-
-    result = evaluate_run(loaded, num_tokens=tokens)
-    print_json(result) if json else print(evaluation_line(result))
-
-
 def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
     """Measure the activations at every site: kurtosis, outliers -> probe.json.
 
     For example: skipless probe runs/mine --num-tokens 1e3
     """
     tokens = whole_number("--num-tokens", num_tokens)
-    loaded = _load(run)
+    loaded = open_run(run)
     from skipless.measure import probe_run
 
     result = probe_run(loaded, num_tokens=tokens)
@@ -103,7 +89,7 @@ def quantize(
     check_schemes(model, schemes)
     if text or data:
         raise UserError(f"{model} is a run and has its held-out text; leave out --text and --data")
-    loaded = _load(model)
+    loaded = open_run(model)
     from skipless.log import say
     from skipless.measure import quantize_run
 
@@ -197,7 +183,8 @@ def report(
     print(f"{path}  (beside it {path.stem}.json and {figures} figures, {path.stem}-*.png)")
 
 
-def _load(run: str) -> Any:
+def open_run(run: str) -> Any:
+    """The loaded run; a directory that is none is told before torch is imported."""
     from skipless.rundir import RunDir
 
     RunDir.open(run).config()  # torch takes its time to import, a mistake should not

@@ -5,6 +5,7 @@ losses.py       loss, perplexity, bits per byte, standard errors
 precision.py    loss at every scheme and scope
 propagation.py  R_l through depth (S9), SQNR of every site against the yardstick (S3, S11)
 sensitivity.py  one layer quantised at a time
+tasks/          zero-shot tasks: accuracy, and what quantisation does to the answers
 """
 
 from skipless.evaluate.classification import AccuracyReport, accuracy
@@ -12,6 +13,7 @@ from skipless.evaluate.losses import LossReport, SequenceLosses, loss, sequence_
 from skipless.evaluate.precision import precision_table
 from skipless.evaluate.propagation import error_propagation, site_sqnr
 from skipless.evaluate.sensitivity import sensitivity
+from skipless.evaluate.tasks import score_tasks
 
 __all__ = [
     "AccuracyReport",
@@ -21,6 +23,7 @@ __all__ = [
     "error_propagation",
     "loss",
     "precision_table",
+    "score_tasks",
     "sensitivity",
     "sequence_losses",
     "site_sqnr",

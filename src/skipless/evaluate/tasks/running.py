@@ -1,0 +1,208 @@
+"""Scoring a model on tasks, in full precision and under schemes: `score_tasks`.
+
+The result is one JSON-ready dict (tasks.json); `tables.py` shows it. Read by the command line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from skipless.errors import UserError
+from skipless.evaluate.tasks.asking import Questions, ask
+from skipless.evaluate.tasks.catalog import find_tasks
+from skipless.evaluate.tasks.encoding import Coder
+from skipless.evaluate.tasks.scoring import (
+    BATCH_TOKENS,
+    Mode,
+    Scores,
+    choose_mode,
+    score_requests,
+)
+from skipless.evaluate.tasks.statistics import (
+    Answers,
+    accuracy_with_error,
+    bootstrap_interval,
+    compare,
+)
+from skipless.quant import Scheme, quantized
+from skipless.quant.targets import find_targets
+
+FULL = "full precision"
+MOST_TIES = 20  # listed by number; their count is whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskResults:
+    """What `score_tasks` returns."""
+
+    summary: dict[str, Any]
+    """JSON-ready: settings, and a row a scheme with accuracies and comparisons by task."""
+    documents: list[dict[str, Any]]
+    """A row a scheme and question: task, number, gold, log-likelihoods, is_greedy."""
+
+
+def score_tasks(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: Iterable[str] = ("core8",),
+    *,
+    schemes: Sequence[Scheme | str] = (),
+    scope: str = "linear",
+    calibration: Iterable[Any] | None = None,
+    source: str = "wheel",
+    limit: int | None = None,
+    num_fewshot: int = 0,
+    max_length: int | None = None,
+    mode: Mode = "auto",
+    batch_tokens: int = BATCH_TOKENS,
+    say: Callable[[str], None] = lambda text: None,
+) -> TaskResults:
+    """Zero-shot (or few-shot) accuracy on multiple-choice tasks, and what schemes do to it.
+
+    `model` is a causal language model of ours or of Hugging Face's, as it is: in full precision,
+    or quantised already. Each of `schemes` is then compared with it question by question.
+    `max_length` is the longest input in tokens; None asks the model's config. `limit` takes the
+    first questions of each task. `calibration`: batches, for static schemes. Raises UserError for
+    tasks, sources and schemes that do not exist, before anything is scored.
+    """
+    wanted, parsed = find_tasks(tasks), [Scheme.parse(scheme) for scheme in schemes]
+    for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
+        if value is not None and (type(value) is not int or value < least):
+            raise UserError(f"{name} is {value!r}; a whole number of at least {least} was expected")
+    for scheme in parsed:
+        find_targets(model, scheme, scope)
+        if scheme.needs_calibration and calibration is None:
+            raise UserError(
+                f"{scheme} fixes activation ranges beforehand; give text to calibrate on, or leave "
+                "out -static"
+            )
+    calibration = None if calibration is None else list(calibration)
+    coder = Coder(tokenizer, max_length or _limit(model))
+    asked = [
+        ask(task, coder, source=source, limit=limit, num_fewshot=num_fewshot) for task in wanted
+    ]
+    rows, documents = [], []
+    reference: list[Answers] = []
+    for name, scheme in ((FULL, None), *((str(s), s) for s in parsed)):
+        if scheme is None:
+            found, answers, how = _one_scheme(model, asked, name, mode, batch_tokens, say)
+            reference = answers
+        else:
+            with quantized(model, scheme, scope, calibration=calibration):
+                found, answers, how = _one_scheme(model, asked, name, mode, batch_tokens, say)
+        rows.append(_row(name, asked, found, answers, None if scheme is None else reference))
+        rows[-1] |= {"scoring": how[0], "note": how[1]}
+        documents += _documents(name, asked, found)
+    summary = {
+        "tasks": [_about(questions) for questions in asked],
+        "source": source, "limit": limit, "num_fewshot": num_fewshot, "scope": scope,
+        "max_length": coder.max_length, "backend": "own", "rows": rows,
+    }  # fmt: skip
+    return TaskResults(summary=summary, documents=documents)
+
+
+def _limit(model: Any) -> int | None:
+    config = getattr(model, "config", None)
+    for key in ("max_position_embeddings", "n_positions", "n_ctx"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def _one_scheme(
+    model: nn.Module, asked: list[Questions], name: str, mode: Mode, batch_tokens: int,
+    say: Callable[[str], None],
+) -> tuple[list[tuple[Scores, float]], list[Answers], tuple[str, str]]:  # fmt: skip
+    """Scores and seconds by task, the answers, and how it was scored and why not faster."""
+    found, answers, note = [], [], ""
+    if mode == "auto":
+        mode, note = choose_mode(model, [q for questions in asked for q in questions.encoded])
+    for questions in asked:
+        start = time.perf_counter()
+        scores = score_requests(model, questions.encoded, mode=mode, batch_tokens=batch_tokens)
+        found.append((scores, time.perf_counter() - start))
+        answers.append(
+            Answers(
+                log_likelihoods=[np.array([s.log_likelihood for s in q]) for q in scores.scores],
+                lengths=[np.array([float(len(c)) for c in i.choices]) for i in questions.items],
+                gold=np.array([item.gold for item in questions.items]),
+            )
+        )
+        say(
+            f"{name}: {questions.task.name} {answers[-1].right().mean():.3f} "
+            f"({len(questions.items)} questions, {found[-1][1]:.0f} s)"
+        )
+    return found, answers, (mode, note)
+
+
+def _row(
+    name: str, asked: list[Questions], found: list[tuple[Scores, float]], answers: list[Answers],
+    reference: list[Answers] | None,
+) -> dict[str, Any]:  # fmt: skip
+    by_task = {}
+    for number, (questions, (_, seconds), answer) in enumerate(
+        zip(asked, found, answers, strict=True)
+    ):
+        norm, ties = questions.task.reports_norm, answer.ties
+        acc, acc_error = accuracy_with_error(answer.right())
+        entry: dict[str, Any] = {"acc": acc, "acc_stderr": acc_error}
+        if norm:
+            entry["acc_norm"], entry["acc_norm_stderr"] = accuracy_with_error(
+                answer.right(norm=True)
+            )
+        entry |= {
+            "num_ties": len(ties), "ties": [questions.numbers[i] for i in ties[:MOST_TIES]],
+            "seconds": round(seconds, 3),
+        }  # fmt: skip
+        if reference is not None:
+            entry["against_full_precision"] = compare(reference[number], answer, norm=norm)
+        by_task[questions.task.name] = entry
+    best = _best(asked, answers)
+    row: dict[str, Any] = {
+        "scheme": name, "tasks": by_task,
+        "average_acc": float(np.mean([a.right().mean() for a in answers])),
+        "average": float(np.mean([group.mean() for group in best])),
+    }  # fmt: skip
+    if reference is not None:
+        pairs = zip(best, _best(asked, reference), strict=True)
+        differences = [after - before for after, before in pairs]
+        row["average_difference"] = float(np.mean([d.mean() for d in differences]))
+        row["average_interval"] = list(bootstrap_interval(differences))
+    return row
+
+
+def _best(asked: list[Questions], answers: list[Answers]) -> list[np.ndarray]:
+    """Right answers by task: acc_norm where lm-eval reports it, else acc."""
+    pairs = zip(asked, answers, strict=True)
+    return [answer.right(norm=questions.task.reports_norm) for questions, answer in pairs]
+
+
+def _about(questions: Questions) -> dict[str, Any]:
+    sizes = [len(item.choices) for item in questions.items]
+    return {
+        "name": questions.task.name, "split": questions.split, "where": questions.where,
+        "licence": questions.task.licence, "num_questions": len(questions.items),
+        "chance": float(np.mean([1 / size for size in sizes])),
+        "num_truncated": questions.num_truncated, "left_out": questions.left_out,
+    }  # fmt: skip
+
+
+def _documents(
+    name: str, asked: list[Questions], found: list[tuple[Scores, float]]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "scheme": name, "task": questions.task.name, "number": number, "gold": item.gold,
+            "log_likelihoods": [s.log_likelihood for s in row],
+            "is_greedy": [s.is_greedy for s in row],
+        }
+        for questions, (scores, _) in zip(asked, found, strict=True)
+        for number, item, row in zip(questions.numbers, questions.items, scores.scores, strict=True)
+    ]  # fmt: skip

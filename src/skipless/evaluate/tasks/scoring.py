@@ -1,0 +1,225 @@
+"""Log-likelihoods of continuations, and whether they are what the model would say itself.
+
+    plain    every request is a row of a batch, padded on the right, batches sorted by length
+    shared   what the requests of one question begin with is computed once, its keys and values are
+             handed to all of them, and only the rest is computed for each
+
+The numbers are the same up to float32 rounding: a causal model's row depends on nothing to the
+right of it. A model with ranges taken per tensor from the activations as they come (W8A8 as such;
+calling.depends_on_batch) goes one request at a time, unpadded, since there a whole batch shares a
+step. Sharing is compared with plain scoring on one question first; a model whose cache gives other
+numbers is scored plainly, and the result says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from skipless.errors import UserError
+from skipless.evaluate.tasks.calling import Caller, depends_on_batch
+from skipless.evaluate.tasks.encoding import Encoded, shared_length
+from skipless.quant import evaluation_mode
+
+Mode = Literal["auto", "shared", "plain", "single"]
+BATCH_TOKENS = 1024
+"""Tokens a forward pass, padding included: at 50,000 words that is 200 MB of logits."""
+_FP32_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.5  # nats, to tell a broken cache from rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a model says of one request."""
+
+    log_likelihood: float
+    """Natural logarithm, of the whole continuation."""
+    is_greedy: bool
+    """Whether every token of it is the likeliest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The score of every request, and how they were computed."""
+
+    scores: list[list[Score]]
+    """By question and request."""
+    mode: str
+    note: str = ""
+    """Why it was not shared, where it was not."""
+
+
+def score_requests(
+    model: nn.Module,
+    questions: Sequence[Sequence[Encoded]],
+    *,
+    mode: Mode = "auto",
+    batch_tokens: int = BATCH_TOKENS,
+    on_scored: Callable[[int], None] = lambda count: None,
+) -> Scores:
+    """Score the requests of every question; those of one question may share a prefix.
+
+    `mode` "auto" is what `choose_mode` says; the others are as in the module's text, unchecked,
+    "single" one request at a time. Runs in eval mode without gradients. `on_scored(count)` is
+    called as requests are done. Raises UserError for a model that is not a causal language model
+    and for numbers that are not finite.
+    """
+    if batch_tokens < 1:
+        raise UserError(f"batch_tokens is {batch_tokens}; a positive number was expected")
+    caller, note = Caller(model), ""
+    caller.check_ids(max((max(*r.inputs, *r.targets) for q in questions for r in q), default=0))
+    if mode == "auto":
+        mode, note = choose_mode(model, questions)
+    with evaluation_mode(model):
+        flat = [(q, i) for q, requests in enumerate(questions) for i in range(len(requests))]
+        found: dict[tuple[int, int], Score] = {}
+        worker = _Worker(caller, questions, found, on_scored)
+        if mode == "single":
+            for place in flat:
+                worker.plain([place])
+        elif mode == "plain":
+            worker.all_plain(flat, batch_tokens)
+        else:
+            worker.all_shared(batch_tokens)
+    scores = [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
+    return Scores(scores=scores, mode=mode, note=note)
+
+
+def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tuple[Mode, str]:
+    """The fastest way that keeps the numbers, and why it is not sharing, where it is not.
+
+    Costs two passes over the shortest question. Raises UserError for a model that is not causal.
+    """
+    caller = Caller(model)
+    if depends_on_batch(model):
+        return "single", (
+            "one request at a time: the scheme takes a range from each whole tensor, so that "
+            "batching would change the numbers"
+        )
+    with evaluation_mode(model):
+        caller.check_causal()
+    if not caller.has_cache:
+        return "plain", f"{type(model).__name__} takes no cache"
+    sharing = [q for q in questions if len(q) > 1 and shared_length(q) > 0]
+    if not sharing:
+        return "plain", ""
+    sample = [min(sharing, key=lambda q: sum(len(request.inputs) for request in q))]
+    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+    tolerance = _HALF_TOLERANCE if half else _FP32_TOLERANCE
+    try:
+        shared = score_requests(model, sample, mode="shared").scores[0]
+    except (TypeError, AttributeError, NotImplementedError, ValueError) as error:
+        return "plain", f"the cache of {type(model).__name__} does not serve ({error})"[:200]
+    plain = score_requests(model, sample, mode="plain").scores[0]
+    for x, y in zip(shared, plain, strict=True):
+        gap = abs(x.log_likelihood - y.log_likelihood)
+        if gap > tolerance * max(1.0, abs(y.log_likelihood)):
+            return "plain", (
+                f"the cache of {type(model).__name__} gives other numbers (by {gap:.2g} nats)"
+            )
+    return "shared", ""
+
+
+class _Worker:
+    """Forward passes; fills `found` by (question, request)."""
+
+    def __init__(
+        self, caller: Caller, questions: Sequence[Sequence[Encoded]],
+        found: dict[tuple[int, int], Score], on_scored: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.caller, self.questions = caller, questions
+        self.found, self.on_scored = found, on_scored
+
+    def at(self, place: tuple[int, int]) -> Encoded:
+        return self.questions[place[0]][place[1]]
+
+    def all_plain(self, places: list[tuple[int, int]], batch_tokens: int) -> None:
+        """Longest first, so that memory runs out at once or never."""
+        places = sorted(places, key=lambda place: -len(self.at(place).inputs))
+        while places:
+            size = max(1, batch_tokens // len(self.at(places[0]).inputs))
+            self.plain(places[:size])
+            places = places[size:]
+
+    def plain(self, places: list[tuple[int, int]]) -> None:
+        requests = [self.at(place) for place in places]
+        keep = len(requests[0].targets) if len(requests) == 1 else 0
+        logits = self.caller.logits(_padded([r.inputs for r in requests]), keep)
+        for row, place, request in zip(logits, places, requests, strict=True):
+            end = keep or len(request.inputs)
+            self.put(place, row[end - len(request.targets) : end])
+
+    def all_shared(self, batch_tokens: int) -> None:
+        """Questions whose prefixes are equally long are computed together, unpadded."""
+        by_length: dict[int, list[int]] = {}
+        singles = []
+        for number, requests in enumerate(self.questions):
+            shared = shared_length(requests) if len(requests) > 1 else 0
+            if shared:
+                by_length.setdefault(shared, []).append(number)
+            else:
+                singles += [(number, i) for i in range(len(requests))]
+        self.all_plain(singles, batch_tokens)
+        for length in sorted(by_length, reverse=True):
+            numbers = by_length[length]
+            while numbers:
+                size = self.num_questions(numbers, length, batch_tokens)
+                self.shared(numbers[:size], length)
+                numbers = numbers[size:]
+
+    def num_questions(self, numbers: list[int], length: int, batch_tokens: int) -> int:
+        """How many of the first questions fit both passes, the second padded to its longest."""
+        rows = longest = 0
+        for count, number in enumerate(numbers):
+            rests = [len(r.inputs) - length for r in self.questions[number]]
+            rows, longest = rows + len(rests), max(longest, *rests)
+            if count and max((count + 1) * length, rows * longest) > batch_tokens:
+                return count
+        return len(numbers)
+
+    def shared(self, numbers: list[int], length: int) -> None:
+        prefixes = [self.questions[n][0].inputs[:length] for n in numbers]
+        last, cache = self.caller.begin(torch.tensor(prefixes))
+        rows, places = [], []
+        for row, number in enumerate(numbers):
+            for i, request in enumerate(self.questions[number]):
+                if len(request.inputs) == length:  # a single token is asked for: nothing to go on
+                    self.put((number, i), last[row : row + 1])
+                else:
+                    rows.append(row)
+                    places.append((number, i))
+        if not places:
+            return
+        rests = [self.at(place).inputs[length:] for place in places]
+        logits = self.caller.go_on(_padded(rests), cache, torch.tensor(rows))
+        for line, (row, place) in enumerate(zip(rows, places, strict=True)):
+            request = self.at(place)
+            first = len(request.inputs) - len(request.targets) - length
+            here = logits[line, max(first, 0) : len(rests[line])]
+            self.put(place, here if first >= 0 else torch.cat((last[row : row + 1], here)))
+
+    def put(self, place: tuple[int, int], logits: Tensor) -> None:
+        """Score the request at `place` by logits [targets, V]."""
+        targets = torch.tensor(self.at(place).targets, device=logits.device)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        log_probs = wide.log_softmax(-1)
+        chosen = log_probs.gather(1, targets[:, None]).sum()
+        if not bool(torch.isfinite(chosen)):
+            raise UserError(
+                "a log-likelihood is not finite: NaN or infinity in the logits; check the model's "
+                "weights, or a wider activation width if it is quantised"
+            )
+        greedy = bool((log_probs.argmax(-1) == targets).all())
+        self.found[place] = Score(log_likelihood=float(chosen), is_greedy=greedy)
+        self.on_scored(1)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
+    """int64 [B, T], the shorter rows filled on the right with a token that nobody looks at."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for row, filled in zip(rows, ids, strict=True):
+        filled[: len(row)] = torch.tensor(row)
+    return ids

@@ -1,0 +1,117 @@
+"""Accuracies with their uncertainty, and a quantised model against its full-precision self.
+
+Both models answer the same questions, so differences are taken question by question: most of the
+spread of an accuracy is the choice of questions, and it cancels. Beside the accuracy stand the
+answers that changed, and the divergence of the distributions over choices, which moves long before
+an answer does. Read by `running.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from skipless.errors import UserError
+
+NUM_RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What a model answered to the questions of one task."""
+
+    log_likelihoods: list[np.ndarray]
+    """float64 [choices] of every question."""
+    lengths: list[np.ndarray]
+    """Characters of each choice."""
+    gold: np.ndarray
+    """int64 [questions]."""
+
+    @property
+    def picks(self) -> np.ndarray:
+        """int64 [questions], the likeliest choice; of equal ones the first, as lm-eval takes."""
+        return np.array([int(np.argmax(ll)) for ll in self.log_likelihoods])
+
+    @property
+    def norm_picks(self) -> np.ndarray:
+        """The likeliest a character."""
+        pairs = zip(self.log_likelihoods, self.lengths, strict=True)
+        return np.array([int(np.argmax(ll / n)) for ll, n in pairs])
+
+    @property
+    def ties(self) -> list[int]:
+        """Questions whose likeliest choice is not the only one, where the order decides."""
+        best = [np.flatnonzero(ll == ll.max()) for ll in self.log_likelihoods]
+        return [number for number, places in enumerate(best) if len(places) > 1]
+
+    def right(self, *, norm: bool = False) -> np.ndarray:
+        """float64 [questions], 1 where the answer is right."""
+        return (self.norm_picks if norm else self.picks).__eq__(self.gold).astype(np.float64)
+
+
+def accuracy_with_error(right: np.ndarray) -> tuple[float, float | None]:
+    """Mean and its standard error (n - 1, as lm-eval's); None for one question."""
+    n = len(right)
+    return float(right.mean()), float(right.std(ddof=1) / np.sqrt(n)) if n > 1 else None
+
+
+def bootstrap_interval(
+    groups: Sequence[np.ndarray], *, level: float = 0.95, seed: int = 0,
+    num_resamples: int = NUM_RESAMPLES,
+) -> tuple[float, float]:  # fmt: skip
+    """Percentile interval of the mean over groups of the mean of each, questions drawn anew.
+
+    `groups` float64 [questions] each, resampled apart: the tasks are given, their questions a
+    sample. Drawing n questions with replacement draws how often each distinct value comes up, which
+    is done in one go. Raises UserError for nothing to draw from.
+    """
+    if not groups or any(len(group) == 0 for group in groups):
+        raise UserError("there is no question to resample; give at least one a task")
+    generator = np.random.default_rng(seed)
+    total = np.zeros(num_resamples)
+    for group in groups:
+        values, counts = np.unique(group, return_counts=True)
+        draws = generator.multinomial(len(group), counts / len(group), size=num_resamples)
+        total += draws @ values / len(group)
+    low, high = np.percentile(total / len(groups), [50 * (1 - level), 50 * (1 + level)])
+    return float(low), float(high)
+
+
+def choice_divergences(reference: Answers, other: Answers) -> np.ndarray:
+    """KL(reference || other) in nats of the distributions over choices, float64 [questions]."""
+    found = []
+    for a, b in zip(reference.log_likelihoods, other.log_likelihoods, strict=True):
+        p, q = _log_softmax(a), _log_softmax(b)
+        found.append(max(0.0, float(np.sum(np.exp(p) * (p - q)))))  # rounding may give -1e-17
+    return np.array(found)
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def compare(reference: Answers, other: Answers, *, norm: bool) -> dict[str, Any]:
+    """`other` against `reference` on the same questions.
+
+    Differences of acc (and acc_norm) with 95 % intervals; flips: answers that changed, those from
+    right to wrong and from wrong to right; the mean and 95th percentile of the divergence.
+    """
+    result: dict[str, Any] = {}
+    for name in ("acc", "acc_norm") if norm else ("acc",):
+        difference = other.right(norm=name == "acc_norm") - reference.right(norm=name == "acc_norm")
+        result[name] = {
+            "difference": float(difference.mean()),
+            "interval": list(bootstrap_interval([difference])),
+            "right_to_wrong": int((difference < 0).sum()),
+            "wrong_to_right": int((difference > 0).sum()),
+        }
+    divergences = choice_divergences(reference, other)
+    result["flips"] = int((reference.picks != other.picks).sum())
+    result["num_questions"] = len(divergences)
+    result["kl_mean"] = float(divergences.mean())
+    result["kl_p95"] = float(np.percentile(divergences, 95))
+    return result

@@ -1,0 +1,201 @@
+"""Task results as text, Markdown, a plot and files. Read by the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skipless.evaluate.tasks.catalog import CORE8
+from skipless.rundir import make_directory, to_strict_json, write_atomic
+
+JSON, MARKDOWN, PLOT, DOCUMENTS = "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl"
+
+PAPER = (
+    ("residual + AdamW", 0.449, 0.378, 0.369, 0.380),
+    ("residual + KL-Shampoo", 0.452, 0.453, 0.402, 0.348),
+    ("residual-free + KL-Shampoo", 0.435, 0.433, 0.429, 0.414),
+)
+"""Averages over the same eight tasks in BF16, W8A12, W8A8 and W8A6, of models of 194 M parameters,
+24 layers, 50,000 steps (equations.md, "RF")."""
+PAPER_SCHEMES = ("BF16", "W8A12", "W8A8", "W8A6")
+
+
+def task_lines(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Cells of the accuracies: a header, a row a task, the average; a column a scheme."""
+    rows = summary["rows"]
+    known = {about["name"]: about for about in summary.get("tasks", ())}
+    lines = [["task", "questions", "chance", "metric", *(row["scheme"] for row in rows)]]
+    for name in rows[0]["tasks"]:
+        about = known.get(name, {})
+        for metric in ("acc", "acc_norm", *_others(rows[0]["tasks"][name])):
+            if metric not in rows[0]["tasks"][name]:
+                continue
+            cells = [_value(row["tasks"][name], metric) for row in rows]
+            size, chance = about.get("num_questions"), about.get("chance")
+            lines.append([
+                name, "" if size is None else str(size),
+                "" if chance is None else f"{chance:.3f}", metric, *cells,
+            ])  # fmt: skip
+    if "average" in rows[0] and len(rows[0]["tasks"]) > 1:
+        chance = sum(about["chance"] for about in known.values()) / len(known)
+        lines.append(["average", "", f"{chance:.3f}", "acc_norm or acc",
+                      *(f"{row['average']:.3f}" for row in rows)])  # fmt: skip
+        lines.append(["average", "", f"{chance:.3f}", "acc",
+                      *(f"{row['average_acc']:.3f}" for row in rows)])  # fmt: skip
+    return lines
+
+
+def _others(entry: Mapping[str, Any]) -> list[str]:
+    """Numbers that lm-eval gives under other names."""
+    own = ("acc", "acc_norm", "num_ties", "seconds", "sample_len", "sample_count")
+    return [
+        key for key, value in entry.items()
+        if key not in own and "stderr" not in key and isinstance(value, float)
+    ]  # fmt: skip
+
+
+def _value(entry: Mapping[str, Any], metric: str) -> str:
+    error = entry.get(f"{metric}_stderr")
+    shown = f"{entry[metric]:.3f}"
+    return f"{shown} ± {error:.3f}" if isinstance(error, float) else shown
+
+
+def comparison_lines(summary: Mapping[str, Any]) -> list[list[str]]:
+    """Cells of the paired differences: a header, a row a scheme and task, averages; [] for none."""
+    lines = []
+    for row in summary["rows"]:
+        for name, entry in row["tasks"].items():
+            found = entry.get("against_full_precision")
+            if not found:
+                continue
+            metric = "acc_norm" if "acc_norm" in found else "acc"
+            cell = found.get(metric)
+            lines.append([
+                row["scheme"], name, metric,
+                "" if cell is None else f"{cell['difference']:+.3f}",
+                "" if cell is None else _interval(cell["interval"]),
+                *([f"{found['flips']} of {found['num_questions']}", f"{found['kl_mean']:.4f}",
+                   f"{found['kl_p95']:.4f}"] if "flips" in found else ["", "", ""]),
+            ])  # fmt: skip
+        if "average_difference" in row and len(row["tasks"]) > 1:
+            lines.append([row["scheme"], "average", "acc_norm or acc",
+                          f"{row['average_difference']:+.3f}", _interval(row["average_interval"]),
+                          "", "", ""])  # fmt: skip
+    head = ["scheme", "task", "metric", "difference", "95 % interval", "answers changed",
+            "KL mean", "KL 95 %"]  # fmt: skip
+    return [head, *lines] if lines else []
+
+
+def _interval(pair: Sequence[float]) -> str:
+    return f"[{pair[0]:+.3f}, {pair[1]:+.3f}]"
+
+
+def remarks(summary: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know: ties, questions left out or cut, how it was scored."""
+    lines = []
+    for about in summary.get("tasks", ()):
+        if about["left_out"]:
+            lines.append(
+                f"{about['name']}: {len(about['left_out'])} questions left out, whose answers are "
+                f"longer than the {summary['max_length']} tokens that the model takes"
+            )
+        if about["num_truncated"]:
+            lines.append(f"{about['name']}: {about['num_truncated']} contexts lost their beginning")
+    for row in summary["rows"]:
+        if row.get("note"):
+            lines.append(f"{row['scheme']}: {row['note']}")
+        ties = {name: e["num_ties"] for name, e in row["tasks"].items() if e.get("num_ties")}
+        if ties:
+            told = ", ".join(f"{name} {count}" for name, count in ties.items())
+            lines.append(f"{row['scheme']}: equally likely choices, the first taken, in {told}")
+    return lines
+
+
+def markdown(summary: Mapping[str, Any], name: str) -> str:
+    """The tables as a Markdown page; with all eight tasks the paper's averages beside ours."""
+    limit = summary["limit"]
+    shots = summary["num_fewshot"] or 0
+    lines = [f"# {name} on zero-shot tasks" if not shots else f"# {name}, {shots} examples", ""]
+    lines += [
+        f"Scope {summary['scope']}, backend {summary['backend']}, source {summary['source']}"
+        + (f", the first {limit} questions of each task." if limit else "."), "",
+    ]  # fmt: skip
+    lines += [*_table(task_lines(summary)), ""]
+    compared = comparison_lines(summary)
+    if compared:
+        lines += [
+            "Against full precision, question by question; intervals by bootstrap. An interval "
+            "that holds zero shows no effect.", "", *_table(compared), "",
+        ]  # fmt: skip
+    if set(CORE8) <= set(summary["rows"][0]["tasks"]):
+        lines += [
+            "The paper's averages over these eight tasks (194 M parameters, 24 layers, 50,000 "
+            "steps; other models than the one above):", "",
+            *_table([["model", *PAPER_SCHEMES],
+                     *([name, *(f"{x:.3f}" for x in values)] for name, *values in PAPER)]), "",
+        ]  # fmt: skip
+    lines += [f"- {text}" for text in remarks(summary)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+    head, *rows = cells
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def draw(summary: Mapping[str, Any]) -> bytes:
+    """PNG: accuracy by task and scheme with standard errors, chance as a short line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows, names = summary["rows"], list(summary["rows"][0]["tasks"])
+    chance = {about["name"]: about["chance"] for about in summary.get("tasks", ())}
+    figure = Figure(figsize=(max(6.0, 1.2 * len(names) + 2), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    width = 0.8 / len(rows)
+    for number, row in enumerate(rows):
+        places, heights, errors = [], [], []
+        for place, name in enumerate(names):
+            entry = row["tasks"][name]
+            metric = "acc_norm" if "acc_norm" in entry else "acc"
+            if metric in entry:
+                places.append(place - 0.4 + (number + 0.5) * width)
+                heights.append(entry[metric])
+                error = entry.get(f"{metric}_stderr")
+                errors.append(error if isinstance(error, float) else 0.0)
+        axes.bar(places, heights, width, yerr=errors, label=row["scheme"], capsize=2)
+    for place, name in enumerate(names):
+        if name in chance:
+            axes.hlines(chance[name], place - 0.45, place + 0.45, colors="black", linestyles=":")
+    axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
+    axes.set_ylabel("acc_norm, or acc where lm-eval has no other")
+    axes.set_ylim(0, 1)
+    axes.set_title("dotted: guessing; bars: one standard error", fontsize=9)
+    axes.legend(fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def write_results(
+    folder: Path, name: str, summary: Mapping[str, Any], documents: Sequence[Mapping[str, Any]] = ()
+) -> list[Path]:
+    """tasks.json, tasks.md, tasks.png, and tasks-documents.jsonl where there are any, in `folder`.
+
+    Returns the paths. Raises UserError when the disk refuses.
+    """
+    make_directory(folder)
+    paths = [
+        write_atomic(folder / JSON, to_strict_json(summary, indent=1) + "\n"),
+        write_atomic(folder / MARKDOWN, markdown(summary, name)),
+        write_atomic(folder / PLOT, draw(summary)),
+    ]
+    if documents:
+        lines = "".join(json.dumps(row) + "\n" for row in documents)
+        paths.append(write_atomic(folder / DOCUMENTS, lines))
+    return paths
