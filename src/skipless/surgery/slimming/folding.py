@@ -128,12 +128,7 @@ def _shared(model: nn.Module) -> str:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    embeddings = (
-        "embed",
-        "lm_head",
-        "wte",
-        "decoder.",
-    )  # tied on purpose, and no branch ends there
+    embeddings = ("embed", "lm_head", "wte", "predictions.decoder")  # tied on purpose
     found = [
         several for several in names.values()
         if several[1:] and not any(word in name for name in several for word in embeddings)
