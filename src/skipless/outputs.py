@@ -71,6 +71,11 @@ def written_folder(out: str | os.PathLike) -> Iterator[Path]:
             _fill(target, made)
         else:
             os.rename(made, target)  # refuses a folder that holds something
+    except UserError as error:  # of a saver, which knows the temporary name only
+        text = str(error).replace(f"{temporary}{os.sep}new", str(path))
+        if text == str(error):
+            raise
+        raise UserError(text) from error
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(

@@ -1,5 +1,6 @@
 """`skipless convert`: folders in and out, killed at the worst moment, errors that name options."""
 
+import errno
 import json
 import os
 
@@ -110,6 +111,29 @@ def test_errors_name_the_options(folder, text_file, cache, tmp_path, capsys):
     capsys.readouterr()
     assert main([*started, "--steps", "2"]) == 2
     assert "(--steps is 1 there and 2 here)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["copy_tokenizer", "draw_conversions"])
+def test_a_disk_that_is_full_at_the_end_is_told_and_the_command_goes_on(
+    folder, text_file, cache, tmp_path, monkeypatch, capsys, where
+):
+    from skipless.report import conversion as drawing
+    from skipless.surgery.conversion import folders
+
+    out = tmp_path / "out"
+    words = ["convert", str(folder), "--text", str(text_file), "--sequence-length", "16",
+             "--held-out-tokens", "64", "--device", "cpu", "--steps", "1", "--layers", "-1",
+             "--sites", "mlp", "--out", str(out)]  # fmt: skip
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folders if where == "copy_tokenizer" else drawing, where, full)
+        assert main(words) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"to {out}: No space left on device; free space and run the same command again" in said
+    assert main(words) == 0 and (out / "tokenizer.json").exists()
 
 
 def test_the_command(tiny, text_file, cache, tmp_path, capsys):

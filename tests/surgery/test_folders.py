@@ -1,5 +1,6 @@
 """`skipless patch`: a folder in, a patched folder out, one sentence for what cannot be."""
 
+import errno
 import json
 import os
 
@@ -108,3 +109,19 @@ def test_odd_vocabularies_work_and_t5_is_refused_in_words(tmp_path, capsys):
     assert main(["patch", str(tmp_path / "t5"), "--out", str(tmp_path / "no")]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert said.startswith("skipless: ") and "T5" in said and not (tmp_path / "no").exists()
+
+
+def test_a_full_disk_names_the_folder_that_was_asked_for(tiny, tmp_path, monkeypatch):
+    import transformers
+
+    tiny.build("llama").save_pretrained(tmp_path / "plain")
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
+    with pytest.raises(UserError) as error:
+        patch_folder(str(tmp_path / "plain"), tmp_path / "new")
+    said = str(error.value)
+    assert f"saved to {tmp_path / 'new'}: No space left" in said and ".skipless-" not in said
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plain"]

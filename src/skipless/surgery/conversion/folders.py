@@ -122,10 +122,17 @@ def convert_folder(
         )
 
     def beside(found: Conversion) -> None:
-        if found.converted:
+        if not found.converted:
+            return
+        try:
             copy_tokenizer(find_folder(source.model), target)
             if draw is not None:
                 draw(found)
+        except OSError as error:
+            raise UserError(
+                f"cannot write tokenizer and figure to {target}: {error.strerror or error}; free "
+                "space and run the same command again, which goes on from there"
+            ) from error
 
     found = convert(
         model, loader, held_out, config, folder=target, source=source.to_dict(), on_finish=beside
