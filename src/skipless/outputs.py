@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from skipless.errors import UserError
 from skipless.locking import try_lock
 
-__all__ = ["free_folder", "written_folder"]
+__all__ = ["free_folder", "staging_folder", "written_folder"]
 
 _PREFIX, _SUFFIX = ".skipless-", ".tmp"
 
@@ -60,9 +60,7 @@ def written_folder(out: str | os.PathLike) -> Iterator[Path]:
         parent = target if inside else target.parent
         parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(parent)
-        temporary = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}{_SUFFIX}"
-        temporary.mkdir()
-        handle = _hold(temporary)
+        temporary, handle = _make_held(parent)
         made = temporary / "new"  # savers lock the folder that they write, so it is another one
         made.mkdir()
         yield made
@@ -89,6 +87,20 @@ def written_folder(out: str | os.PathLike) -> Iterator[Path]:
             os.close(handle)
 
 
+@contextlib.contextmanager
+def staging_folder(parent: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder inside `parent`, removed at the end; so are those that killed
+    processes left there."""
+    _remove_leftovers(parent)
+    temporary, handle = _make_held(parent)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
 def _fill(target: Path, made: Path) -> None:
     """Move everything into the folder; config.json comes last, without it nothing is read."""
     for entry in sorted(made.iterdir(), key=lambda file: file.name == "config.json"):
@@ -97,6 +109,24 @@ def _fill(target: Path, made: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     return path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)
+
+
+def _make_held(parent: Path) -> tuple[Path, int | None]:
+    """A new temporary folder and its locked handle. Another process may take it for a leftover
+    before it is locked; then it is gone, and the next one is made."""
+    for _ in range(5):
+        temporary = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}{_SUFFIX}"
+        temporary.mkdir()
+        with contextlib.suppress(FileNotFoundError):
+            handle = _hold(temporary)
+            if handle is not None and temporary.is_dir():
+                return temporary, handle
+            if handle is not None:
+                os.close(handle)
+        if os.name == "nt":
+            break
+    temporary.mkdir(exist_ok=True)
+    return temporary, None
 
 
 def _hold(folder: Path) -> int | None:

@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_a_place_that_cannot_be_written(tiny, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(saving.tempfile, "TemporaryDirectory", refuse)
+    monkeypatch.setattr(saving, "staging_folder", refuse)
     with pytest.raises(UserError, match="read-only: Permission denied; free space, fix the perm"):
         save_pretrained(half(tiny), tmp_path / "read-only")
 
@@ -182,4 +183,27 @@ def test_two_processes_that_write_one_folder_do_not_mix(tmp_path, monkeypatch):
         assert process.exitcode == 0
     found = {float(p.unique()) for p in load(tmp_path).parameters()}
     assert found in ({0.25}, {0.5})
-    assert not list(tmp_path.glob(".saving*")) and connections(load(tmp_path))
+    assert not list(tmp_path.glob(".skipless*")) and connections(load(tmp_path))
+
+
+def _save_and_die(folder, kind):
+    from . import conftest
+
+    saving._mark = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save_pretrained(patch(conftest.build("llama"), kind), folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
+def test_what_a_killed_save_leaves_goes_with_the_next(tiny, tmp_path):
+    process = multiprocessing.get_context("fork").Process(
+        target=_save_and_die, args=(tmp_path, "rezero")
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    left = list(tmp_path.iterdir())
+    assert len(left) == 1 and left[0].is_dir()  # the weights of a model that never got its name
+    with pytest.raises(UserError, match="holds no config.json"):
+        load(tmp_path)
+    save_pretrained(patch(tiny.build("llama"), "rezero"), tmp_path)
+    assert not left[0].exists() and len(connections(load(tmp_path))) == 4

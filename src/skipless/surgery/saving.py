@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -24,6 +23,7 @@ from torch import nn
 
 from skipless.errors import UserError
 from skipless.locking import try_lock
+from skipless.outputs import staging_folder
 from skipless.surgery.records import RECORD, connections, record
 from skipless.surgery.rewriting import namesake, reducer
 
@@ -96,12 +96,12 @@ def save_patched(
     present = target.exists()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-") as staging:
+        with staging_folder(target) as staging:
             plain_save(model, staging, *args, **options)
-            if (Path(staging) / "config.json").is_file():
-                _mark(Path(staging), rows)
+            if (staging / "config.json").is_file():
+                _mark(staging, rows)
                 with _alone(target):
-                    _move(Path(staging), target)
+                    _move(staging, target)
     except BaseException as error:
         if not present:
             with contextlib.suppress(OSError):
