@@ -42,9 +42,10 @@ class Caller:
 
     def check_ids(self, largest: int) -> None:
         """Raise UserError for a token id beyond the model's vocabulary."""
-        table = self.model.get_input_embeddings() if hasattr(
-            self.model, "get_input_embeddings") else None  # fmt: skip
-        size = getattr(table, "num_embeddings", None)
+        if hasattr(self.model, "get_input_embeddings"):
+            size = getattr(self.model.get_input_embeddings(), "num_embeddings", None)
+        else:
+            size = getattr(getattr(self.model, "config", None), "vocab_size", None)
         if size is not None and largest >= size:
             raise UserError(
                 f"token {largest} is beyond the model's vocabulary of {size}; is it this model's "

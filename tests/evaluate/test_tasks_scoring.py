@@ -1,0 +1,162 @@
+"""Scores against one plain float64 pass a request; what cannot be shared is not."""
+
+import copy
+
+import pytest
+import torch
+from tasks_material import llama
+
+from skipless.config import ModelConfig
+from skipless.errors import UserError
+from skipless.evaluate.tasks import Encoded, score_requests
+from skipless.evaluate.tasks.encoding import shared_length
+from skipless.evaluate.tasks.scoring import choose_mode
+from skipless.model import Transformer
+from skipless.model.cache import KeyValueCache
+from skipless.quant import quantized
+
+
+def request(context, targets):
+    return Encoded(inputs=(*context, *targets[:-1]), targets=tuple(targets), is_truncated=False)
+
+
+def question(seed, context, *lengths):
+    """A context of `context` tokens, and a continuation of each length."""
+    draw = torch.Generator().manual_seed(seed)
+    words = lambda n: torch.randint(1, 61, (n,), generator=draw).tolist()  # noqa: E731
+    before = words(context)
+    return [request(before, words(length)) for length in lengths]
+
+
+QUESTIONS = [
+    question(0, 5, 3, 1, 4),
+    question(1, 5, 2, 2),
+    question(2, 9, 1, 1),  # a single token each: no second pass
+    question(3, 1, 6, 2),
+    [request([7, 8, 9, 4], [5, 6]), request([7, 8, 9, 3, 2], [5, 6])],  # the context differs
+    [request([1, 2, 3], [4, 5]), request([2, 2, 3], [4, 5])],  # nothing is shared
+    question(4, 6, 3),
+]
+
+
+def oracle(model, questions):
+    """Plain passes in float64, one a request, the softmax written out."""
+    wide = copy.deepcopy(model).double().eval()
+    found = []
+    with torch.no_grad():
+        for one in (r for requests in questions for r in requests):
+            logits = wide(torch.tensor([one.inputs])).logits[0, -len(one.targets) :]
+            assert logits.dtype == torch.float64
+            probs = logits.exp() / logits.exp().sum(-1, keepdim=True)
+            chosen = probs[range(len(one.targets)), list(one.targets)]
+            greedy = logits.argmax(-1).tolist() == list(one.targets)
+            found.append((float(chosen.log().sum()), greedy))
+    return found
+
+
+def flat(scores):
+    return [(s.log_likelihood, s.is_greedy) for row in scores.scores for s in row]
+
+
+def close(a, b, tolerance):
+    assert [g for _, g in a] == [g for _, g in b]
+    assert [x for x, _ in a] == pytest.approx([x for x, _ in b], abs=tolerance)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 16, 1024])
+def test_every_mode_equals_plain_float64_passes(model, batch_tokens):
+    expected = oracle(model, QUESTIONS)
+    assert choose_mode(model, QUESTIONS) == ("shared", "")
+    for mode in ("shared", "plain", "single"):
+        found = score_requests(model, QUESTIONS, mode=mode, batch_tokens=batch_tokens)
+        assert found.mode == mode
+        close(flat(found), expected, 1e-5)
+
+
+def test_a_llama_scores_the_same_with_and_without_sharing():
+    pytest.importorskip("transformers")
+    model = llama()
+    found = score_requests(model, QUESTIONS)
+    assert found.mode == "shared" and not found.note
+    close(flat(found), oracle(model, QUESTIONS), 1e-5)
+    close(flat(score_requests(model, QUESTIONS, mode="plain")), oracle(model, QUESTIONS), 1e-5)
+
+
+def test_the_models_own_greedy_text_is_greedy(model):
+    ids = model.generate(torch.tensor([[3, 1, 4]]), 4)[0].tolist()
+    other = ids[:-1] + [(ids[-1] + 1) % 61]
+    requests = [request(ids[:3], ids[3:]), request(ids[:3], other[3:])]
+    scores = score_requests(model, [requests]).scores[0]
+    assert [s.is_greedy for s in scores] == [True, False]
+
+
+def test_training_mode_comes_back(model):
+    model.train()
+    score_requests(model, QUESTIONS[:1])
+    assert model.training and model.layers[0].training
+
+
+@pytest.mark.parametrize("scheme", ["W4Afp", "W8A6-a:token", "W8A8-KV4-a:token-w:g8"])
+def test_sharing_keeps_the_numbers_of_schemes_by_token(model, scheme):
+    with quantized(model, scheme, "block"):
+        found = score_requests(model, QUESTIONS)
+        assert found.mode == "shared"
+        close(flat(found), flat(score_requests(model, QUESTIONS, mode="single")), 1e-5)
+
+
+def test_sharing_keeps_the_numbers_of_static_ranges(model, batches):
+    with quantized(model, "W8A6-static", "block", calibration=batches):
+        found = score_requests(model, QUESTIONS)
+        assert found.mode == "shared"
+        close(flat(found), flat(score_requests(model, QUESTIONS, mode="single")), 1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["W8A4", "W8Afp-KV4"])
+def test_ranges_of_whole_tensors_go_one_request_at_a_time(model, scheme):
+    with quantized(model, scheme, "block"):
+        found = score_requests(model, QUESTIONS)
+        assert found.mode == "single" and "one request at a time" in found.note
+        alone = [score_requests(model, [[r]], mode="plain") for q in QUESTIONS for r in q]
+        assert flat(found) == [flat(one)[0] for one in alone]
+        shared = flat(score_requests(model, QUESTIONS, mode="shared"))
+        gap = max(abs(a - b) for (a, _), (b, _) in zip(shared, flat(found), strict=True))
+        assert gap > 1e-3  # what sharing would have changed
+
+
+def test_a_cache_that_gives_other_numbers_is_not_used(model):
+    class Broken(KeyValueCache):
+        def reorder(self, rows):
+            super().reorder(rows)
+            for store in self.stores.values():
+                store.stored = store.stored * 3
+
+    model.new_cache = Broken
+    found = score_requests(model, QUESTIONS)
+    assert found.mode == "plain" and "gives other numbers" in found.note
+    close(flat(found), oracle(model, QUESTIONS), 1e-5)
+
+
+def test_what_requests_share():
+    assert shared_length(QUESTIONS[0]) == 5
+    assert shared_length(QUESTIONS[4]) == 3
+    assert shared_length(QUESTIONS[5]) == 0
+    # the continuations begin alike, but those tokens are asked for
+    assert shared_length([request([1, 2], [3, 4, 5]), request([1, 2], [3, 4, 6])]) == 2
+
+
+def test_models_that_are_no_causal_language_models():
+    settings = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=61,
+                    max_position_embeddings=16)  # fmt: skip
+    with pytest.raises(UserError, match="sees the tokens that it is asked for"):
+        score_requests(Transformer(ModelConfig(**settings, causal=False), seed=0), QUESTIONS)
+    with pytest.raises(UserError, match="no logits"):
+        score_requests(Transformer(ModelConfig(**settings, num_labels=2), seed=0), QUESTIONS)
+
+
+def test_tokens_beyond_the_vocabulary_and_nan(model):
+    with pytest.raises(UserError, match="token 61 is beyond the model's vocabulary of 61"):
+        score_requests(model, [[request([1, 2], [61])]])
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(UserError, match="not finite"):
+        score_requests(model, QUESTIONS, mode="plain")

@@ -1,0 +1,86 @@
+"""Questions of our own for the eight tasks, a small tokenizer and a small Llama."""
+
+import json
+
+import torch
+
+from skipless.data.tokenizer import train_tokenizer
+
+ARC = {
+    "question": "Which of these floats?", "answerKey": "2",
+    "choices": {"text": ["a stone", "a cork", "an anvil"], "label": ["1", "2", "3"]},
+}  # fmt: skip
+ROWS = {
+    "arc_challenge": [ARC, {**ARC, "question": "What sinks?", "answerKey": "1"}],
+    "arc_easy": [ARC, {**ARC, "question": "What is made of bark?", "answerKey": "2"}],
+    "boolq": [
+        {"passage": "Corks -- A cork is light.", "question": "is a cork heavy", "label": 0},
+        {"passage": "Pears -- A pear is a fruit.", "question": "is a pear a fruit", "label": 1},
+    ],
+    "hellaswag": [
+        {"activity_label": "Sailing", "ctx_a": "A man sits in a boat.", "ctx_b": "he",
+         "endings": ["rows home.", "eats  the oar.", "[step] sings.", "is a tree."], "label": "0"},
+        {"activity_label": "How to peel a pear",
+         "ctx_a": "[header] Peeling [title] Take a knife.", "ctx_b": "",
+         "endings": ["cut it.", "drop it.", "throw it.", "read it."], "label": "0"},
+    ],
+    "openbookqa": [
+        {"question_stem": "A cork in water will", "answerKey": " A",
+         "choices": {"text": ["float", "burn"], "label": ["A", "B"]}},
+        {"question_stem": "A stone in water will", "answerKey": "B",
+         "choices": {"text": ["float", "sink"], "label": ["A", "B"]}},
+    ],
+    "piqa": [
+        {"goal": "To open a bottle", "sol1": "pull the cork out.", "sol2": "push it.", "label": 0},
+        {"goal": "To close it", "sol1": "pull the cork.", "sol2": "put the cork in.", "label": 1},
+    ],
+    "social_iqa": [
+        {"context": "Ann lost her hat.", "question": "How does she feel?", "answerA": "glad",
+         "answerB": "sad", "answerC": "tall", "label": "2"},
+        {"context": "Bo found a hat.", "question": "What will he do?", "answerA": "wear it",
+         "answerB": "eat it", "answerC": "sink it", "label": "1"},
+    ],
+    "winogrande": [
+        {"sentence": "The cork beat the stone as _ was light.", "option1": "the cork",
+         "option2": "the stone", "answer": "1"},
+        {"sentence": "Ann gave Bo a pear because _ was hungry.", "option1": "Ann",
+         "option2": "Bo", "answer": "2"},
+    ],
+}  # fmt: skip
+
+
+def write_rows(folder, rows=ROWS):
+    """TASK.jsonl for each."""
+    folder.mkdir(exist_ok=True)
+    for name, questions in rows.items():
+        lines = "".join(json.dumps(row) + "\n" for row in questions)
+        (folder / f"{name}.jsonl").write_text(lines)
+    return folder
+
+
+def own_tokenizer(folder):
+    """A byte-level BPE of 300 tokens; <|endoftext|> is 0."""
+    return train_tokenizer([json.dumps(ROWS) * 3], 300, folder / "tokenizer.json")
+
+
+def hf_tokenizer(folder, **options):
+    """The same as transformers has it."""
+    import transformers
+
+    own_tokenizer(folder)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>", **options
+    )
+
+
+def llama(seed=0, length=256):
+    """Random, of 2 layers; weights large enough that choices differ."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300, max_position_embeddings=length,
+        initializer_range=0.2, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
