@@ -29,10 +29,10 @@ def settings_of(model: nn.Module) -> tuple[dict[str, Any], str]:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
-    if record.scope != "linear" or record.include_head:
+    if record.scope != "linear" or record.include_head or record.include_convolutions:
         raise UserError(
             "the layout compressed-tensors knows the inputs of linear layers only; quantise in "
-            "scope 'linear' without the head, or use the layout skipless"
+            "scope 'linear' without head and convolutions, or use the layout skipless"
         )
     groups: dict[Scheme, list[str]] = {}
     for weight in record.weights:

@@ -63,6 +63,11 @@ class SkiplessQuantizer(HfQuantizer):
             shape, kind = stored[name]
             placeholder = torch.empty(shape, dtype=kind, device=held.device)
             module.weight = nn.Parameter(placeholder, requires_grad=False)
+            if isinstance(module, nn.Embedding):
+                # The module around it may draw positions in the table's shape, as Whisper's
+                # encoder does its sinusoids, which the packed shape does not allow.
+                parent: Any = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+                parent._is_hf_initialized = True
         ignored = {rf"^{name}$".replace(".", r"\.") for name in self._others}
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()), *ignored,

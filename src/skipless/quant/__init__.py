@@ -5,6 +5,7 @@ fake.py         fake_quantize: rounding, codes, straight-through gradient (Q1, Q
 ranges.py       the range of a group: absmax, percentile, MSE-best, Gaussian
 gaussian.py     the Gaussian yardstick (S11)
 targets.py      which weights and sites a scope covers (Q2)
+convolutions.py kernels as matrices and their inputs as sites
 observers.py    static ranges, streaming
 calibrate.py    running calibration batches
 activations.py  the hooks

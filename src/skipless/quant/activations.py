@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.quant.convolutions import by_example
 from skipless.quant.fake import simulate
 from skipless.quant.observers import RangeObserver
 from skipless.quant.replacing import replace_first
@@ -145,7 +146,10 @@ class ActivationQuantizer:
         if not scheme.dynamic:
             self.observer = RangeObserver(self.bits, symmetric=self.symmetric, clip=self.clip)
         self._kept = () if columns is None else tuple(columns.tolist())
-        self._key: tuple = (self.bits, self.granularity, self.symmetric, self.clip, self._kept)
+        # Only `token` depends on where examples begin, and on that layers differ.
+        self._dims = target.example_dims if self.granularity == "token" else None
+        granularity = self.granularity if self._dims is None else f"example of {self._dims}"
+        self._key: tuple = (self.bits, granularity, self.symmetric, self.clip, self._kept)
         self.is_integer = False
         """The site's linear layer makes the codes itself (`quant.integer`)."""
 
@@ -190,9 +194,9 @@ class ActivationQuantizer:
             self.clip = tuple(end.to(x.device) for end in self.clip)
         elif isinstance(self.clip, Tensor) and self.clip.device != x.device:
             self.clip = self.clip.to(x.device)
-        result, scale = simulate(
-            self._rest(x), self.bits, self.granularity, self.symmetric, self.clip
-        )
+        rest = self._rest(x) if self._dims is None else by_example(x, self._dims)
+        result, scale = simulate(rest, self.bits, self.granularity, self.symmetric, self.clip)
+        result = result.reshape(x.shape)
         if self.columns is not None:
             result[..., self.columns] = x[..., self.columns]
         if isinstance(self.clip, str):

@@ -9,7 +9,8 @@ whose probabilities are a tensor, and back by `restore`.
     with quantized(model, "W8A6", scope="block"):
         loss(model, batches)
 
-Works on our models, on Hugging Face models and on any nn.Module with linear layers.
+Works on our models, on Hugging Face models and on any nn.Module with linear layers or, if asked,
+convolutions.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Quantization:
     scheme: Scheme
     scope: str
     include_head: bool
+    include_convolutions: bool = False
     weights: list[QuantizedWeight]
     activations: list[ActivationQuantizer]
     state: ForwardState
@@ -89,6 +91,7 @@ def quantize(
     overrides: Mapping[str, Scheme | str | None] | Iterable[str] = (),
     calibration: Iterable[Any] | None = None,
     include_head: bool = False,
+    include_convolutions: bool = False,
     layers: Iterable[int | None] | None = None,
 ) -> nn.Module:
     """Quantise `model` in place (simulated) and return it; `restore(model)` undoes it.
@@ -97,6 +100,8 @@ def quantize(
     "smooth+gptq" and others are in `quant.methods`. `overrides` sets places apart by name,
     {pattern: scheme}, None or "fp" leaving them in full precision (`skipless.scheme`).
     `calibration`, batches as in `quant.calibrate`, is read by `-static` schemes and by methods.
+    `include_head` adds the head and embeddings (tied ones are rounded once and stay tied),
+    `include_convolutions` nn.Conv1d to 3d with their inputs.
     `layers` limits everything to some layers. The state_dict then holds quantised weights. Raises
     UserError, leaving the model as it was, when nothing matches, the model is quantised already,
     calibration is missing or gives NaN, or a weight is not finite.
@@ -108,13 +113,17 @@ def quantize(
             "call restore(model) first"
         )
     methods = parse_methods(method)
-    weights, targets = find_targets(model, scheme, scope, include_head=include_head, layers=layers)
+    weights, targets = find_targets(
+        model, scheme, scope, include_head=include_head,
+        include_convolutions=include_convolutions, layers=layers,
+    )  # fmt: skip
     if needs_data(methods):
         calibration = _several_times(calibration, method_name(methods))
     session = Session(model, weights, calibration if isinstance(calibration, list) else None)
     state = ForwardState([target.site for target in targets])
     record = Quantization(
-        scheme=scheme, scope=scope, include_head=include_head, activations=[], state=state,
+        scheme=scheme, scope=scope, include_head=include_head,
+        include_convolutions=include_convolutions, activations=[], state=state,
         weights=[], untouched=find_untouched(model, weights, scheme), method=method_name(methods),
         changes=session.changes, inputs=session.inputs, notes=session.notes,
         handles=session.handles,

@@ -15,7 +15,8 @@ digits, as does a network that such a difference tips over a rounding border lat
 A layer keeps its place, its class's name, weight, bias, hooks and state_dict; its class becomes a
 subclass with another `forward`. `paused` and `measured` compute in floating point as before; so
 does a layer in training mode while gradients are recorded, straight through. Integer outputs carry
-no gradient. Read by users and `quant.hardware`'s callers; works on any nn.Module.
+no gradient. Convolutions stay simulated, and `describe()` says so. Read by users and
+`quant.hardware`'s callers; works on any nn.Module.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
 from skipless.quant.codes import given_step, site_codes
+from skipless.quant.convolutions import is_convolution
 from skipless.quant.engines import ENGINES, KernelEngine, Prepared, Problem
 from skipless.quant.fake import Codes, simulate
 from skipless.quant.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
-from skipless.sites import bias_of
+from skipless.sites import bias_of, is_linear
 
 _STATE = "_skipless_integer"
+_ON_INTEGERS = "on integers: "
 
 
 @dataclass(kw_only=True)
@@ -119,7 +122,10 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
-    for scheme in dict.fromkeys(weight.scheme for weight in record.weights):
+    kernels = {id(m.weight): name for name, m in model.named_modules() if is_convolution(m)}
+    simulated = [kernels[id(w.parameter)] for w in record.weights if id(w.parameter) in kernels]
+    executed = [weight for weight in record.weights if id(weight.parameter) not in kernels]
+    for scheme in dict.fromkeys(weight.scheme for weight in executed):
         _check_scheme(scheme)
     if integer_layers(model):
         raise UserError("the model runs on integers already; call from_integer(model) first")
@@ -148,6 +154,11 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
         module.__class__ = _integer_class(own.plain_class)
         own.quantizer.is_integer = True
         record.handles.append(_Handle(module))
+    if simulated:
+        more = f" and {len(simulated) - 3} more" if len(simulated) > 3 else ""
+        record.notes.append(
+            f"{_ON_INTEGERS}convolutions {', '.join(simulated[:3])}{more} simulated"
+        )
     pack_cache(model)
     return model
 
@@ -161,6 +172,7 @@ def from_integer(model: nn.Module) -> nn.Module:
     for handle in handles:
         handle.remove()
         record.handles.remove(handle)
+    record.notes[:] = [note for note in record.notes if not note.startswith(_ON_INTEGERS)]
     unpack_cache(model)
     return model
 
@@ -238,7 +250,7 @@ def _find_layers(
     for site in record.activations:
         if site.site.kind == "linear_input" and site.site.direction == "input":
             module = model.get_submodule(site.site.module)
-            if id(module.weight) in quantised:
+            if is_linear(module) and id(module.weight) in quantised:
                 found.append((module, site))
     return found
 

@@ -76,7 +76,8 @@ def _settings(record: Quantization, weights: dict[str, Any]) -> dict[str, Any]:
     layers |= {site.site.layer for site in record.activations}
     return {
         "quant_method": METHOD, "version": _VERSION, "scheme": str(record.scheme),
-        "scope": record.scope, "include_head": record.include_head, "method": record.method,
+        "scope": record.scope, "include_head": record.include_head,
+        "include_convolutions": record.include_convolutions, "method": record.method,
         "layers": sorted(layers, key=lambda layer: (layer is None, layer or 0)),
         "weights": weights, "ranges": ranges,
     }  # fmt: skip
@@ -145,6 +146,8 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
             parameter = _parameter(model, name)
             transposed = settings["weights"][name].get("transposed", False)
             values = values_of(own, transposed, parameter.dtype)
+            if len(parameter) == len(values) and parameter.numel() == values.numel():
+                values = values.reshape(parameter.shape)  # a kernel is saved as [out, in * k]
             if values.shape != parameter.shape:
                 raise UserError(
                     f"{name} is {list(values.shape)} in the file and {list(parameter.shape)} in "
@@ -155,7 +158,7 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
     # Ranges are in the file, so no batch is needed for them.
     quantize(
         model, _dynamic(scheme), settings["scope"], include_head=settings["include_head"],
-        layers=layers,
+        include_convolutions=settings.get("include_convolutions", False), layers=layers,
     )  # fmt: skip
     record = quantization(model)
     assert record is not None, "quantize leaves a record"
@@ -175,6 +178,7 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
 def _put(weight: QuantizedWeight, codes: Codes) -> None:
     """Use these codes; there is no weight before rounding, so the same tensor stands for it."""
     values = values_of(codes, weight.transposed, weight.parameter.dtype)
+    values = values.reshape(weight.parameter.shape)
     weight.parameter.data = values.to(weight.parameter.device)
     weight.stored = weight.parameter.data
     weight.reconstructed, weight.is_uniform = codes, True

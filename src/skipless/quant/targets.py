@@ -7,8 +7,9 @@
 | all    | also queries, keys, values and attention probabilities                   |
 
 Weights are those of nn.Linear and transformers' Conv1D in every scope. The head and the
-embeddings stay in full precision unless `include_head`. A width given by name (-KV8, -P8) is
-applied in every scope, since it was asked for. Each target carries the format it gets, which a
+embeddings stay in full precision unless `include_head`, convolutions unless `include_convolutions`:
+their inputs then count as those of linear layers. A width given by name (-KV8, -P8) is applied in
+every scope, since it was asked for. Each target carries the format it gets, which a
 scheme's overrides may set apart by name. Read by `quant.apply`.
 """
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.heads import find_heads
+from skipless.quant.convolutions import convolution_sites, example_dims, is_convolution
 from skipless.quant.scheme import Scheme
 from skipless.scheme import check_groups, matches
 from skipless.sites import Site, find_sites, is_linear
@@ -58,6 +60,8 @@ class ActivationTarget:
     bits: int
     scheme: Scheme
     """The format of this tensor."""
+    example_dims: int | None = None
+    """For the input of a convolution the dimensions of one example."""
 
 
 def find_targets(
@@ -66,6 +70,7 @@ def find_targets(
     scope: str,
     *,
     include_head: bool = False,
+    include_convolutions: bool = False,
     layers: Iterable[int | None] | None = None,
 ) -> tuple[list[WeightTarget], list[ActivationTarget]]:
     """Every weight and activation that `scheme` touches in `scope`; tied weights once.
@@ -75,11 +80,18 @@ def find_targets(
     sites the model lacks, or a group size does not divide a weight's inputs.
     """
     check_choice("scope", scope, SCOPES)
-    _check_coverage(model)
-    sites = find_sites(model)
+    _check_coverage(model, include_convolutions)
+    kernels = convolution_sites(model) if include_convolutions else []
+    if include_convolutions and not kernels:
+        raise UserError(
+            f"{type(model).__name__} has no nn.Conv1d, 2d or 3d; leave include_convolutions out"
+        )
+    # A bare stack of convolutions has no other site.
+    only_kernels = bool(kernels) and not any(is_linear(m) for m in model.modules())
+    sites = kernels if only_kernels else find_sites(model) + kernels
     heads = set() if include_head else find_heads(model)
     layer_of = {site.module: site.layer for site in sites if site.kind == "linear_input"}
-    all_weights = _find_weights(model, layer_of, heads, include_head, scheme)
+    all_weights = _find_weights(model, layer_of, heads, include_head, include_convolutions, scheme)
     if not all_weights:
         raise UserError(
             f"{type(model).__name__} has no linear layer to quantise but its head "
@@ -97,11 +109,15 @@ def find_targets(
     weights = [t for t in all_weights if scheme.at(*t.modules) is not None]
     if not weights:
         raise UserError(f"the overrides of {str(scheme)!r} leave every weight in full precision")
+    modules = dict(model.named_modules())
     activations = [
-        ActivationTarget(site=site, bits=widths[part][site.kind], scheme=part)
+        ActivationTarget(
+            site=site, bits=widths[part][site.kind], scheme=part,
+            example_dims=example_dims(modules[site.module]) if site in kernels else None,
+        )
         for site in sites
         if (part := scheme.at(site.name, site.module)) and site.kind in widths[part]
-    ]
+    ]  # fmt: skip
     if layers is None:
         _check_groups(weights)
         return weights, activations
@@ -137,6 +153,8 @@ def find_untouched(
         what = "head" if name in heads else "other"
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             what = "embedding"
+        elif is_convolution(module) and scheme is not None and scheme.at(name) is None:
+            what = "left out"
         elif isinstance(module, nn.modules.conv._ConvNd):
             what = "convolution"
         elif what == "other" and scheme is not None and scheme.at(name) is None:
@@ -184,22 +202,26 @@ def _check_groups(weights: list[WeightTarget]) -> None:
     for t in weights:
         if t.scheme.group_size is not None:
             of_size = widths.setdefault(t.scheme.group_size, {})
-            of_size[t.name] = t.parameter.shape[0 if t.transposed else -1]
+            shape = t.parameter.shape  # a kernel is the matrix [out, in * k]
+            of_size[t.name] = shape[0] if t.transposed else shape[1:].numel()
     for size, of_size in widths.items():
         check_groups(size, of_size)
 
 
-def _check_coverage(model: nn.Module) -> None:
-    """UserError for a model without any linear layer, saying what quantising covers."""
+def _check_coverage(model: nn.Module, include_convolutions: bool) -> None:
+    """UserError for a model without any layer to quantise, saying what quantising covers."""
     modules = dict(model.named_modules())
     if any(is_linear(m) or isinstance(m, nn.MultiheadAttention) for m in modules.values()):
+        return
+    if include_convolutions and any(is_convolution(m) for m in modules.values()):
         return
     kernels = [name for name, m in modules.items() if isinstance(m, nn.modules.conv._ConvNd)]
     there = f"; its convolutions ({', '.join(kernels[:3])}) are not covered" if kernels else ""
     raise UserError(
         f"{type(model).__name__} has no linear layer to quantise{there}: quantising covers "
         "nn.Linear and transformers' Conv1D; "
-        + ("round a kernel by hand with skipless.quant.fake_quantize(weight, bits)" if kernels else
+        + ("pass include_convolutions=True for nn.Conv1d to 3d, or round a kernel by hand with "
+           "skipless.quant.fake_quantize(weight, bits)" if kernels else
            "give a model that has one of them inside")
     )  # fmt: skip
 
@@ -209,6 +231,7 @@ def _find_weights(
     layer_of: dict[str, int | None],
     heads: set[str],
     include_head: bool,
+    include_convolutions: bool,
     scheme: Scheme,
 ) -> list[WeightTarget]:
     """Every weight that may be quantised; what an override leaves out carries the base scheme."""
@@ -221,6 +244,7 @@ def _find_weights(
                 "nn.Linear layers"
             )
         wanted = is_linear(module) and name not in heads
+        wanted |= include_convolutions and is_convolution(module)
         if wanted or (include_head and isinstance(module, nn.Embedding)):
             modules.setdefault(id(module.weight), []).append((name, module))
     found = []

@@ -46,8 +46,8 @@ class QuantizedWeight:
         self.in_use = not self.in_use
 
     def matrix(self) -> Tensor:
-        """The tensor in use as [out, in]."""
-        return self.parameter.data.t() if self.transposed else self.parameter.data
+        """The tensor in use as [out, in], a kernel as [out, in * k]."""
+        return self.parameter.data.t() if self.transposed else self.parameter.data.flatten(1)
 
     def replace(self, matrix: Tensor, codes: Codes | None) -> None:
         """Quantised values [out, in] other than the nearest; only while full precision is in use.
@@ -60,7 +60,8 @@ class QuantizedWeight:
         if self.columns is not None:
             matrix = matrix.clone()
             matrix[:, self.columns] = exact[:, self.columns]
-        self.stored = matrix.t().contiguous() if self.transposed else matrix
+        shaped = matrix.t().contiguous() if self.transposed else matrix
+        self.stored = shaped.reshape(self.parameter.shape)
         self.reconstructed, self.is_uniform = codes, codes is not None
 
     def codes(self) -> Codes:
@@ -79,7 +80,7 @@ class QuantizedWeight:
         if self.reconstructed is not None:
             codes, scale = self.reconstructed
             return Codes(codes.to(device, torch.int32), scale.to(device))
-        matrix = self.stored.t() if self.transposed else self.stored
+        matrix = self.stored.t() if self.transposed else self.stored.flatten(1)
         return integer_codes(
             matrix.to(device), self.scheme.weight_bits, granularity=self.scheme.weight_granularity,
             symmetric=self.scheme.symmetric, clip=self.scheme.clip,
@@ -97,14 +98,19 @@ class QuantizedWeight:
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False) -> Tensor:
-    """A weight [out, in, ...] (or [in, out] when `transposed`) after rounding to the grid (Q1)."""
+    """A weight [out, in, ...] (or [in, out] when `transposed`) after rounding to the grid (Q1).
+
+    A kernel [out, in, *k] is rounded as the matrix [out, in * k].
+    """
     with torch.no_grad():
-        matrix = weight.detach().t() if transposed else weight.detach()
+        matrix = weight.detach()
+        if transposed or matrix.dim() > 2:
+            matrix = matrix.t() if transposed else matrix.flatten(1)
         rounded = fake_quantize(
             matrix, scheme.weight_bits, granularity=scheme.weight_granularity,
             symmetric=scheme.symmetric, clip=scheme.clip,
         )  # fmt: skip
-        return rounded.t().contiguous() if transposed else rounded
+        return rounded.t().contiguous() if transposed else rounded.reshape(weight.shape)
 
 
 def round_weight(target: WeightTarget, columns: Tensor | None = None) -> QuantizedWeight:
