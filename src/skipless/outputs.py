@@ -114,7 +114,7 @@ def _is_ours(path: Path) -> bool:
 def _make_held(parent: Path) -> tuple[Path, int | None]:
     """A new temporary folder and its locked handle. Another process may take it for a leftover
     before it is locked; then it is gone, and the next one is made."""
-    for _ in range(5):
+    for _ in range(0 if os.name == "nt" else 5):
         temporary = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}{_SUFFIX}"
         temporary.mkdir()
         with contextlib.suppress(FileNotFoundError):
@@ -123,9 +123,8 @@ def _make_held(parent: Path) -> tuple[Path, int | None]:
                 return temporary, handle
             if handle is not None:
                 os.close(handle)
-        if os.name == "nt":
-            break
-    temporary.mkdir(exist_ok=True)
+    temporary = parent / f"{_PREFIX}{uuid.uuid4().hex[:8]}{_SUFFIX}"  # no locks here
+    temporary.mkdir()
     return temporary, None
 
 
