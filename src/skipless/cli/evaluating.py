@@ -156,7 +156,8 @@ def _calibration(subject: Any, schemes: list[Scheme], text: str | None) -> list[
         return None
     if text is not None and subject.run is not None:
         raise UserError(f"{subject.name} is a run and has its training text; leave out --text")
-    if text is None and subject.run is None:
+    run: Any = subject.run
+    if text is None and run is None:
         raise UserError(
             f"{schemes[0]} fixes activation ranges beforehand; give --text to calibrate on, or "
             "leave out -static"
@@ -164,7 +165,7 @@ def _calibration(subject: Any, schemes: list[Scheme], text: str | None) -> list[
     if text is None:
         from skipless.measure import calibration_batches
 
-        return calibration_batches(subject.run)
+        return calibration_batches(run)
     from skipless.diagnose.texts import read_batches
 
     return read_batches(subject, text, None, CALIBRATION_TOKENS, None).batches

@@ -73,7 +73,7 @@ class Caller:
             return self._call(ids, 1, {"cache": cache})[0][:, -1], cache
         logits, out = self._call(ids, 1, {"use_cache": True})
         # transformers 5.24 renamed the argument and the result together
-        return logits[:, -1], getattr(out, self._cache_name or "", None)
+        return logits[:, -1], getattr(out, self._cache_name or "cache", None)
 
     def go_on(self, ids: Tensor, cache: Any, rows: Tensor) -> Tensor:
         """Logits [R, T, V] of ids [R, T] that follow rows [R] of `cache`, which is used up."""
@@ -82,7 +82,7 @@ class Caller:
             cache.reorder(rows)
             return self._call(ids, 0, {"cache": cache})[0]
         cache.batch_select_indices(rows)
-        return self._call(ids, 0, {self._cache_name: cache, "use_cache": True})[0]
+        return self._call(ids, 0, {self._cache_name or "cache": cache, "use_cache": True})[0]
 
     def _no_cache(self) -> dict[str, Any]:
         return {} if self.is_ours or not self.has_cache else {"use_cache": False}

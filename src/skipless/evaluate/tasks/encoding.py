@@ -39,7 +39,7 @@ class Coder:
         if hasattr(tokenizer, "eos_id") and hasattr(tokenizer, "encode"):
             self.start = tokenizer.eos_id
             self._encode = self._encode_whole = tokenizer.encode
-        elif callable(tokenizer) and hasattr(tokenizer, "eos_token_id"):
+        elif hasattr(tokenizer, "eos_token_id") and hasattr(tokenizer, "encode"):
             begin, end = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
             self.start = end if begin is None else begin
             self._encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))

@@ -228,7 +228,7 @@ def wrap(model: Any, tokenizer: Any, max_length: int | None = None) -> Any:
 def _row(name: str, found: Any, reference: Any) -> dict[str, Any]:
     by_task = {}
     for task, metrics in found["results"].items():
-        entry = {
+        entry: dict[str, Any] = {
             key.removesuffix(",none"): value
             for key, value in metrics.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
