@@ -9,6 +9,7 @@ import pytest
 
 from skipless.cli import main
 from skipless.diagnose import sensitivity
+from skipless.errors import UserError
 
 FAST = ["--schemes", "W8A8,W4A4", "--num-tokens", "256", "--layer-tokens", "64"]
 
@@ -158,3 +159,55 @@ def test_the_loss_of_an_encoder_is_refused(saved, tmp_path, capsys):
     assert "does not predict the next token" in capsys.readouterr().err
     assert main(["diagnose", *words, "--out", str(tmp_path / "p")]) == 0
     assert "relative distance of the outputs" in capsys.readouterr().out
+
+
+def test_names_that_lead_nowhere_end_at_once(tmp_path, monkeypatch):
+    """No retries of a hub that cannot be reached, and no hub for a path whose folder is here."""
+    import socket
+
+    from skipless.diagnose.loading import load_subject
+    from skipless.pretrained.naming import check_named
+
+    def unknown(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(key, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name, said in (
+        ("runs/nothing", "runs/nothing does not exist"),
+        ("somebody/nothing", "somebody/nothing is no folder and not in the cache of the hub"),
+        ("nothing", r"nothing is neither a folder nor a named model \(of a hub write OWNER/NAME\)"),
+    ):
+        for find in (load_subject, check_named):
+            with pytest.raises(UserError, match=said):
+                find(name)
+
+
+def test_a_wrong_name_is_told_without_torch(tmp_path):
+    """Whatever the machine: loading torch alone takes seconds on a busy one."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from skipless.cli import main; "
+        "codes = [main(words.split()) for words in ('diagnose ./no --out out', 'doctor ./no', "
+        "'diagnose no --against ./no --out out')]; print(codes, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[2, 2, 2] False", done.stderr
+    assert done.stderr.count("does not exist") == 2
+
+
+def test_a_long_reason_ends_at_a_sentence():
+    from skipless.diagnose.loading import shortened
+
+    assert shortened("Short. Reason.") == "Short. Reason."
+    first = "The first sentence says most of what there is to say about it"
+    assert shortened(f"{first}. {'word ' * 60}") == first
+    cut = shortened("word " * 60)
+    assert cut.endswith("word ...") and len(cut) <= 244

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from skipless.diagnose import diagnose
+from skipless.diagnose.batches import first_sequences
 from skipless.diagnose.collect import Collector
 from skipless.diagnose.damage import Damage, main_output, predicts_tokens
-from skipless.diagnose.running import first_sequences
 from skipless.diagnose.sensitivity import rank_correlation
 from skipless.errors import UserError
 from skipless.quant import quantize, restore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -115,6 +116,10 @@ def diagnose(
         raise UserError("--out is missing; name the folder to write")
     if text is not None and not Path(text).exists():
         raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
+    from skipless.pretrained.naming import check_named
+
+    for name in [model, against] if against else [model]:
+        check_named(name)
     assert tokens is not None and few is not None, "they have defaults"
     where = Text(text=text, data=data, num_tokens=tokens, length=length)
     if over_time:
@@ -153,9 +158,21 @@ def diagnose(
         scope=scope, measure=measure, tokenizer=subject.tokenizer,
         layer_batches=cut_batches(read.batches, few), layers=not no_layers,
         gradients=gradients, name=subject.name, about=read.about, out=out,
+        command=_command(model, subject.run is not None, text, data, bool(images or audio)),
         say=lambda line: None if json else say(line),
     )  # fmt: skip
     _show(result, Path(out) / PAGE, json)
+
+
+def _command(
+    model: str, is_run: bool, text: str | None, data: str | None, media: bool
+) -> str | None:
+    """The start of the `skipless quantize` line for what was diagnosed, which reads no images and
+    no sound, and of a run its held-out text alone."""
+    if media or is_run and not (Path(model) / "config.json").exists():  # a checkpoint of a run
+        return None
+    source = [] if is_run else ["--data", data] if data else ["--text", text or ""]
+    return shlex.join(["skipless", "quantize", model, *source])
 
 
 def _check_media(images: tuple, audio: tuple, data: str | None, length: int | None) -> None:
@@ -192,6 +209,9 @@ def _show(result: Any, page: Path, json: bool) -> None:
     print(*(f"{place:2d}. {line}" for place, line in enumerate(result.lines(), 1)), sep="\n")
     for line in result.missing:
         print(f"not measured: {line}")
+    chosen = result.recommended() if hasattr(result, "recommended") else None
+    if chosen is not None and result.command is not None:
+        print(f"to try it: {result.paste(chosen)}")
     print(f"{page}  (beside it every number as JSON and CSV, and figures as PNG)")
 
 

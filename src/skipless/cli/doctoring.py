@@ -51,6 +51,10 @@ def doctor(
         raise UserError("--text, --against and --heatmap need a run or a model; name one first")
     if device != "cpu":
         _check_device(device)
+    if what:
+        from skipless.pretrained.naming import check_named
+
+        check_named(what)
     answer: dict = {}
     lines: list[str] = []
     if what:

@@ -16,6 +16,7 @@ damage.py       loss, or distance of outputs where there is no loss
 sensitivity.py  one layer at a time; milder schemes
 block_noise.py  which layers that will be: noise of every block's output, by two passes
 parts.py        finished parts on disk
+batches.py      what is refused before a model sees it
 running.py      the order of all that: start here
 result.py       Diagnosis: tables, ten lines
 plots.py, page.py, writing.py    figures, one HTML page, all files

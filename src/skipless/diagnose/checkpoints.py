@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import nn
 
+from skipless.diagnose.batches import first_sequences
 from skipless.diagnose.damage import predicts_tokens
 from skipless.diagnose.gradients import Loss, gradient_rows
 from skipless.diagnose.loading import Subject, load_subject
 from skipless.diagnose.parts import Parts, checksum
-from skipless.diagnose.running import GRADIENT_SEQUENCES, first_sequences
+from skipless.diagnose.running import GRADIENT_SEQUENCES
 from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.weights import check_finite
 from skipless.errors import UserError

@@ -195,6 +195,11 @@ class Collector:
     def finished(self) -> list[TensorRecord]:
         """The records in order. Raises UserError when nothing was seen."""
         found = [r for r in self.records.values() if r.places]
+        if not found:
+            raise UserError(
+                f"nothing of {type(self.model).__name__} that could be measured ran; linear "
+                "layers, norms, embeddings and blocks are measured, and of a convolution nothing is"
+            )
         if not any(record.moments.count or record.moments.nonfinite for record in found):
             raise UserError(
                 f"no site of {type(self.model).__name__} saw a token in {self.num_batches} "

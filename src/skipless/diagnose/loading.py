@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
-from skipless.errors import UserError, suggestion
+from skipless.errors import UserError
+from skipless.pretrained.naming import find_model
 from skipless.rundir import CHECKPOINTS, CONFIG
 
 
@@ -62,7 +63,7 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
             "install it with `pip install -e '.[hf]'`"
         ) from None
     transformers.utils.logging.disable_progress_bar()
-    source = _find(name)
+    source = find_model(name)
     if layer_by_layer or _is_too_large(source):
         model = _open_streamed(source)
     else:
@@ -106,22 +107,6 @@ def _checkpoint_step(path: Path) -> int | None:
     return int(digits) if inside and digits.isdigit() and _is_run(path.parent.parent) else None
 
 
-def _find(name: str) -> str:
-    """A folder, or a hub name as it is."""
-    from skipless.pretrained import MODELS, fetch_model
-
-    if Path(name).is_dir():
-        return name
-    if name in MODELS.names():
-        return str(fetch_model(name))
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return name
-    raise UserError(
-        f"{name} is neither a folder nor a named model; {suggestion(name, MODELS.names())} A model "
-        "of a hub is named OWNER/NAME"
-    )
-
-
 def _load(source: str, transformers: Any) -> Any:
     if Path(source).is_dir() and _is_patched(Path(source)):
         from skipless.surgery import load
@@ -142,9 +127,24 @@ def _load(source: str, transformers: Any) -> Any:
         return model
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+    except (OSError, ValueError, RuntimeError, KeyError, _damaged_file()) as error:
+        reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{source} cannot be loaded: {reason}") from None
+
+
+def _damaged_file() -> type[Exception]:
+    """What safetensors raises for a file that is cut short or none of its own."""
+    from safetensors import SafetensorError
+
+    return SafetensorError
+
+
+def shortened(text: str, limit: int = 240) -> str:
+    """The whole sentences of a long message that fit, else the words that do, with dots."""
+    if len(text) <= limit:
+        return text
+    whole = text[:limit].rfind(". ")
+    return text[:whole] if whole > 40 else text[:limit].rsplit(" ", 1)[0] + " ..."
 
 
 def _is_patched(path: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from skipless.diagnose.plots import series
 from skipless.diagnose.result import REMEDIES, Diagnosis, describe_outliers
@@ -250,16 +251,27 @@ def _paste(result: Diagnosis) -> str:
         return ""
     body = [
         [word(row["what"]), number(row["increase"], "+.4f"),
-         number(row["standard_error"], ".4f"), word(row["code"])]
+         number(row["standard_error"], ".4f"), word(row["scope"])]
         for row in result.alternatives
     ]  # fmt: skip
     chosen = result.recommended()
-    code = (
-        ""
-        if chosen is None
-        else (
-            "<pre>from skipless.quant import quantize\n\n"
-            f"{escape(chosen['code'])}  # {escape(chosen['what'])}: {chosen['increase']:+.4f}</pre>"
-        )
+    rows = [row for row in result.alternatives if row is not chosen]
+    rows = rows if chosen is None else [chosen, *rows]
+    note = (
+        "<p class=quiet>The whole model quantised in several ways, on the tokens of the layers. "
+        "The line to try first stands first.</p>"
     )
-    return code + sortable(["whole model", "increase", "standard error", "code"], body)
+    parts = [note, sortable(["whole model", "increase", "standard error", "scope"], body)]
+    python = [f"{row['code']}  # {_said(row)}" for row in rows]
+    parts.append(_code(["from skipless.quant import quantize", "", *python]))
+    if result.command is not None:
+        parts.append(_code([f"{result.paste(row)}  # {_said(row)}" for row in rows]))
+    return "".join(parts)
+
+
+def _said(row: dict[str, Any]) -> str:
+    return f"{row['what']}: {row['increase']:+.4f}"
+
+
+def _code(lines: Sequence[str]) -> str:
+    return "<pre>" + escape("\n".join(lines)) + "</pre>"

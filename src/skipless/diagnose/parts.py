@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from skipless.diagnose.streaming import loaded_parameters
 from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
+from skipless.locking import try_lock
 from skipless.rundir import to_strict_json, write_atomic
 
 FOLDER = "parts"
+LOCK = "lock"
 RESULT = "diagnosis.json"
 
 
@@ -68,6 +71,28 @@ class Parts:
             text = to_strict_json({"of": self.settings, "value": value})
             write_atomic(self.out / FOLDER / f"{name}.json", text)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No other process keeps parts in this folder for the length of a with statement.
+
+        Raises UserError where one does, or where nothing can be written.
+        """
+        if self.out is None:
+            yield
+            return
+        path = self.out / FOLDER / LOCK
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "a+")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+        with file:
+            if not try_lock(file):
+                raise UserError(
+                    f"another process is writing to {self.out}; wait for it, or name another folder"
+                )
+            yield
+
     def clear(self) -> None:
         """Delete the parts once the report holds them."""
         if self.out is not None:
@@ -91,16 +116,26 @@ def checksum(model: nn.Module, batches: Iterable[Any]) -> str:
     """
     digest = hashlib.sha256()
     for name, parameter in loaded_parameters(model):
-        flat = parameter.detach().reshape(-1)
-        some = flat[:: max(1, flat.numel() // 1000)].cpu().contiguous()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(some.view(torch.uint8).numpy().tobytes())
+        digest.update(_some_bytes(parameter))
     for batch in batches:
         for tensor in _tensors(batch):
             digest.update(
                 tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
             )
     return digest.hexdigest()[:16]
+
+
+def fingerprints(model: nn.Module) -> dict[str, bytes]:
+    """{parameter: a digest of a thousand of its numbers}."""
+    found = loaded_parameters(model)
+    return {name: hashlib.sha256(_some_bytes(parameter)).digest() for name, parameter in found}
+
+
+def _some_bytes(parameter: Tensor) -> bytes:
+    flat = parameter.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // 1000)].cpu().contiguous()
+    return some.view(torch.uint8).numpy().tobytes()
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,8 @@ class Diagnosis:
     missing: list[str]
     gradients: dict[str, Any] | None = None
     """On request (gradients.py): loss, of, sites, weights, depth, ratios."""
+    command: str | None = None
+    """The start of the shell line that quantises the same model on the same text, if any does."""
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a plain dict."""
@@ -91,6 +94,15 @@ class Diagnosis:
         enough = [r for r in self.alternatives[1:] if r["increase"] <= 0.1 * asked["increase"]]
         return enough[0] if enough else min(self.alternatives, key=lambda row: row["increase"])
 
+    def paste(self, row: dict[str, Any]) -> str | None:
+        """A row of `alternatives` as a line for the shell; None where no such line does it."""
+        if self.command is None:
+            return None
+        scheme, *overrides = row["scheme"].split()
+        words = ["--schemes", scheme, "--scopes", row["scope"]]
+        words += ["--override", *overrides] if overrides else []
+        return f"{self.command} {shlex.join(words)}"
+
     def lines(self) -> list[str]:
         """At most ten lines, worst first."""
         scheme = self.schemes[0]
@@ -111,7 +123,8 @@ class Diagnosis:
         row = group[0]
         near = [r for r in group if r["token_sqnr"][scheme] <= row["token_sqnr"][scheme] + 6]
         layers = sorted({r["layer"] for r in near if r["layer"] is not None})
-        where = f" (also layers {_ranges(layers)})" if len(layers) > 1 else ""
+        others = [layer for layer in layers if layer != row["layer"]]
+        where = f" (and layer{'s' * (len(others) > 1)} {_ranges(others)})" if others else ""
         text = (
             f"{row['site']}{where}: {row['token_sqnr'][scheme]:.1f} dB at {scheme}, a Gaussian "
             f"{row['ideal'][scheme]:.1f}; {describe_outliers(row)}"
@@ -119,12 +132,11 @@ class Diagnosis:
         remedy = row["remedy"].get(scheme)
         if remedy is None:
             return text + "; nothing tried gives 3 dB"
-        key = remedy["judged_by"]
-        of = "of the outputs" if key == "output_sqnr" else "here"
-        return (
-            f"{text}; {REMEDIES[remedy['remedy']]} would give {remedy[key]:.1f} dB {of}, "
-            f"{remedy['gain']:+.1f}"
-        )
+        value, gain = remedy[remedy["judged_by"]], remedy["gain"]
+        given = f"{value:.1f} dB here, {gain:+.1f}"
+        if remedy["judged_by"] == "output_sqnr":
+            given = f"{value:.1f} dB instead of {value - gain:.1f} in the outputs of what reads it"
+        return f"{text}; {REMEDIES[remedy['remedy']]} would give {given}"
 
     def _layer_lines(self, scheme: str) -> list[str]:
         rows = [row for row in self.layers if row["scheme"] == scheme]
@@ -205,11 +217,12 @@ class Diagnosis:
         )
         if row is asked:
             error = asked["standard_error"]
-            why = (
-                "nothing tried is better"
-                if error is None or asked["increase"] > 2 * error
-                else (f"within two standard errors ({error:.4f} each) of no damage")
-            )
+            if asked["increase"] <= 0:
+                why = "no damage"
+            elif error is None or asked["increase"] > 2 * error:
+                why = "nothing tried is better"
+            else:
+                why = f"within two standard errors ({error:.4f} each) of no damage"
             return [f"{start}, {why}: {row['code']}"]
         return [f"{start}; {row['what']}: {row['increase']:+.4f}: {row['code']}"]
 

@@ -14,16 +14,18 @@ What a model cannot show is listed in `missing` with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from skipless.diagnose.batches import check_module, first_sequences
 from skipless.diagnose.block_noise import block_noise
 from skipless.diagnose.damage import Damage
 from skipless.diagnose.gradients import Loss, gradient_rows
-from skipless.diagnose.parts import Parts, checksum
+from skipless.diagnose.parts import Parts, checksum, fingerprints
 from skipless.diagnose.result import Diagnosis
 from skipless.diagnose.sensitivity import (
     alternatives,
@@ -38,7 +40,7 @@ from skipless.errors import UserError
 from skipless.evaluate import error_propagation
 from skipless.evaluate.losses import as_list
 from skipless.probes import Probe
-from skipless.quant import Scheme, evaluation_mode, quantization
+from skipless.quant import Scheme, evaluation_mode, quantization, restore
 from skipless.quant.targets import find_targets
 
 SAMPLED_SEQUENCES = 2
@@ -62,6 +64,7 @@ def diagnose(
     target_db: float = 30.0,
     name: str | None = None,
     about: str = "",
+    command: str | None = None,
     out: str | Path | None = None,
     say: Say = lambda text: None,
 ) -> Diagnosis:
@@ -73,7 +76,8 @@ def diagnose(
     `scope` None takes block where the model has blocks, else linear. `measure` is loss, distance
     or auto (`damage.py`). `gradients` measures one backward pass on the first sequences
     (`gradients.py`), with the next-token loss, the labels of the batch or `loss(model, batch)`.
-    `tokenizer` has a `decode(list of ids)` and names tokens. `out` writes the report and keeps
+    `tokenizer` has a `decode(list of ids)` and names tokens. `command` is the start of a shell line
+    that quantises the same model, for the lines to paste. `out` writes the report and keeps
     finished parts. Per-tensor S3 is taken batch by batch.
 
     The model is left as it was. Raises UserError for a parameter that is not finite, no batch, a
@@ -83,6 +87,7 @@ def diagnose(
     parsed = list(dict.fromkeys(Scheme.parse(text) for text in names))
     if not parsed:
         raise UserError("give at least one scheme, such as 'W8A8'")
+    check_module(model)
     if quantization(model) is not None:
         raise UserError("the model is quantised; call restore(model) before diagnosing it")
     check_finite(model)
@@ -112,7 +117,7 @@ def diagnose(
         yield first
         yield from source
 
-    with evaluation_mode(model):
+    with evaluation_mode(model), _left_alone(model), parts.held():
         sites = parts.get(
             "sites", lambda: site_rows(model, every(), parsed, tokenizer, target_db, say)
         )
@@ -133,7 +138,7 @@ def diagnose(
         scope=chosen, num_tokens=sites["num_tokens"], num_batches=sites["num_batches"],
         sites=sites["rows"], weights=weights, attention=inside["attention"],
         joins=inside["joins"], gradients=back.get("found"),
-        missing=missing, target_db=target_db, **found,
+        missing=missing, target_db=target_db, command=command, **found,
     )  # fmt: skip
     if out is not None:
         from skipless.diagnose.writing import write
@@ -141,6 +146,25 @@ def diagnose(
         write(result, Path(out))
         parts.clear()
     return result
+
+
+@contextmanager
+def _left_alone(model: nn.Module) -> Iterator[None]:
+    """Nothing quantised stays behind, and a forward pass that writes to parameters is an error:
+    what is measured before and after would be of two models."""
+    before = {} if is_streamed(model) else fingerprints(model)
+    try:
+        yield
+    finally:
+        if quantization(model) is not None:
+            restore(model, discard_changes=True)
+    after = fingerprints(model) if before else {}
+    moved = next((name for name, found in before.items() if after.get(name) != found), None)
+    if moved is not None:
+        raise UserError(
+            f"{moved} changed while the model was measured; diagnose a model whose forward pass "
+            "leaves its parameters as they are"
+        )
 
 
 def _choose_scope(
@@ -183,22 +207,6 @@ def _gradients(model: nn.Module, batch: Any, loss: Loss | None) -> dict[str, Any
         return {"found": gradient_rows(model, small, loss), "missing": []}
     except UserError as error:
         return {"found": None, "missing": [f"gradients: {error}"]}
-
-
-def first_sequences(batch: Any, number: int) -> Any:
-    """The first rows of every tensor of a batch that has the batch's number of them."""
-    if isinstance(batch, Tensor):
-        return batch[:number]
-    if isinstance(batch, Mapping):
-        tensors = [v for v in batch.values() if isinstance(v, Tensor) and v.dim()]
-        size = tensors[0].shape[0] if tensors else 0
-        return {
-            k: v[:number] if isinstance(v, Tensor) and v.dim() and v.shape[0] == size else v
-            for k, v in batch.items()
-        }
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(first_sequences(item, number) for item in batch)
-    return batch
 
 
 def _noise_alone(

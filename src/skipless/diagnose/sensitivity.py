@@ -21,6 +21,7 @@ from skipless.diagnose.damage import Damage
 from skipless.errors import UserError
 from skipless.quant import Scheme, quantized
 from skipless.quant.targets import find_targets
+from skipless.scheme import FULL_PRECISION, matches
 
 VARIANTS = {
     "activations by token": {"activation_granularity": "token"},
@@ -132,34 +133,36 @@ def alternatives(
 ) -> list[dict[str, Any]]:
     """The whole model at `scheme`, at its milder forms, and without its worst layers, measured.
 
-    Rows: what, scheme, scope, layers (None: all), increase, standard_error, code (what to paste).
+    Rows: what, scheme (with overrides), scope, exempt (layers in full precision), increase,
+    standard_error, code (what to paste).
     """
-    forms: list[tuple[str, Scheme, str, list[int] | None]] = [("as asked", scheme, scope, None)]
+    forms: list[tuple[str, Scheme, str]] = [("as asked", scheme, scope)]
     for what, changes in VARIANTS.items():
         try:
             other = replace(scheme, **changes)
         except UserError:  # an option that this scheme excludes
             continue
         if other != scheme:
-            forms.append((what, other, scope, None))
+            forms.append((what, other, scope))
     if scope != "linear":
-        forms.append(("inputs of linear layers only", scheme, "linear", None))
+        forms.append(("inputs of linear layers only", scheme, "linear"))
     rows = []
-    for what, other, where, chosen in forms:
+    for what, other, where in forms:
         say(f"whole model at {other}, scope {where}")
         try:
-            rows.append(_whole(damage, what, other, where, chosen, options))
+            rows.append(_whole(damage, what, other, where, options))
         except UserError as error:
             say(f"{other} left out: {error}")
     asked = rows[0]["increase"] if rows else 0.0
     order = [row["layer"] for row in sorted(layers, key=lambda r: -r["increase"])]
     number = 1
     while 2 * number <= len(order) and asked > 0:
-        rest = sorted(order[number:])
-        say(f"without the {number} worst layers")
-        worst = ", ".join(map(str, sorted(order[:number])))
-        what = f"layer{'s' * (number > 1)} {worst} in full precision"
-        rows.append(_whole(damage, what, scheme, scope, rest, options))
+        worst = sorted(order[:number])
+        listed = f"layer{'s' * (number > 1)} {', '.join(map(str, worst))}"
+        say(f"{listed} in full precision")
+        mixed = without_layers(damage.model, scheme, scope, worst)
+        row = _whole(damage, f"{listed} in full precision", mixed, scope, options)
+        rows.append(row | {"exempt": worst})
         if rows[-1]["increase"] <= ENOUGH * asked:
             break
         number *= 2
@@ -171,14 +174,44 @@ def _whole(
     what: str,
     scheme: Scheme,
     scope: str,
-    layers: list[int] | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    with quantized(damage.model, scheme, scope, layers=layers, **options):
+    with quantized(damage.model, scheme, scope, **options):
         increase, error = damage.increase()
-    part = "" if layers is None else f", layers={layers}"
-    code = f'quantize(model, "{scheme}", scope="{scope}"{part})'
+    code = f'quantize(model, "{scheme}", scope="{scope}")'
     return {
-        "what": what, "scheme": str(scheme), "scope": scope, "layers": layers,
+        "what": what, "scheme": str(scheme), "scope": scope, "exempt": [],
         "increase": increase, "standard_error": error, "code": code,
     }  # fmt: skip
+
+
+def without_layers(model: nn.Module, scheme: Scheme, scope: str, layers: Sequence[int]) -> Scheme:
+    """`scheme` with overrides that leave these layers in full precision, by the names of their
+    blocks, so that it can be pasted wherever a scheme is read; by the names of what is rounded
+    there where no such names leave out these layers and nothing else."""
+    places: list[tuple[str, int | None]] = []
+    weights, activations = find_targets(model, scheme, scope)
+    for weight in weights:
+        places += [(name, weight.layer) for name in weight.modules]
+    places += [(a.site.module, a.site.layer) for a in activations]
+    inside = {name: layer for name, layer in places if layer in layers}
+    blocks = {_block(name, layer) for name, layer in inside.items() if layer is not None}
+    outside = [name for name, layer in places if layer not in layers]
+    if any(matches(block, name) for block in blocks for name in outside):
+        blocks = set(inside)
+    kept = tuple(pair for pair in scheme.overrides if pair[0] not in blocks)
+    new = tuple((block, FULL_PRECISION) for block in sorted(blocks, key=_natural))
+    return replace(scheme, overrides=(*kept, *new))
+
+
+def _block(name: str, layer: int) -> str:
+    """model.layers.3 of model.layers.3.mlp.up_proj; the name where its layer does not stand."""
+    words = name.partition(":")[0].split(".")
+    if str(layer) not in words:
+        return name
+    return ".".join(words[: words.index(str(layer)) + 1])
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts layers.9 before layers.10."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split(".")]

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from skipless.diagnose.anatomy import anatomy
+from skipless.diagnose.batches import check_batch
 from skipless.diagnose.collect import Collector, TensorRecord
 from skipless.diagnose.remedies import choose_remedy, try_remedies
 from skipless.diagnose.streaming import ensure_loaded
@@ -37,6 +38,7 @@ def site_rows(
     collector = Collector(model, widths)
     with collector.active():
         for number, batch in enumerate(batches):
+            check_batch(model, batch, number)
             collector.run(batch)
             say(f"batch {number + 1} measured")
     records = collector.finished()

@@ -228,9 +228,18 @@ def log_scale_if_wide(axes: Any) -> None:
 
 
 def signed_log_scale(axes: Any, *, linear: float) -> None:
-    """Logarithmic on both sides of a linear stretch of +-`linear`, with a line at 0."""
-    axes.set_yscale("symlog", linthresh=linear)
+    """Logarithmic on both sides of a linear stretch of +-`linear`, with a line at 0; linear where
+    no value is ten times that, since the logarithmic part would have no number to read then."""
+    from matplotlib.ticker import SymmetricalLogLocator
+
+    values = [abs(y) for line in axes.lines for y in line.get_ydata() if math.isfinite(y)]
     axes.axhline(0, color=axes.spines["left"].get_edgecolor(), linewidth=1)
+    if max(values, default=0.0) <= 10 * linear:
+        return
+    axes.set_yscale("symlog", linthresh=linear)
+    if max(values) < 1e3 * linear:
+        subs = (1.0, 2.0, 5.0)
+        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=linear, subs=subs))
     axes.yaxis.set_major_formatter(_plain)
 
 

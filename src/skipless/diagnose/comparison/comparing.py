@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from skipless.diagnose.batches import first_sequences
 from skipless.diagnose.comparison.difference import Difference, change, site_differences
 from skipless.diagnose.comparison.outputs import Outputs, distance_by_depth, parameter_rows
 from skipless.diagnose.parts import RESULT, Parts, checksum
 from skipless.diagnose.result import Diagnosis
-from skipless.diagnose.running import SAMPLED_SEQUENCES, first_sequences
+from skipless.diagnose.running import SAMPLED_SEQUENCES
 from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.weights import check_finite
 from skipless.errors import UserError
