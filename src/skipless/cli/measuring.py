@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from skipless.cli.terminal import (
     print_json,
     probe_lines,
     quantize_lines,
+    suggestion_lines,
 )
 from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
@@ -54,6 +56,9 @@ def quantize(
     data: Annotated[str | None, option("NAME", default="")] = None,
     num_tokens: Tokens = None,
     by_layer: Switch = False,
+    suggest: Annotated[tuple[str, ...], option("LOW HIGH", default="")] = (),
+    max_increase: Annotated[float | None, option("NATS", default="0.05")] = None,
+    max_bits: Annotated[float | None, option("BITS", default="no limit")] = None,
     json: AsJson = False,
 ) -> None:
     """Measure held-out loss under simulated quantisation -> quant.json.
@@ -75,8 +80,20 @@ def quantize(
         text: a file or folder of text, for a model that is no run.
         data: a name of `data list`, for the same.
         by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
+        suggest: instead, a scheme between two, such as W4A4 W8A8: layers are raised one by one.
+        max_increase: what the suggestion may cost, in nats a token.
+        max_bits: what it may take, in bits a weight.
     """
     tokens = whole_number("--num-tokens", num_tokens)
+    if suggest:
+        _refuse_beside_suggest(
+            {"--schemes": schemes, "--override": override, "--by-layer": by_layer,
+             "--text": text, "--data": data}
+        )  # fmt: skip
+        _suggest(model, suggest, scopes, methods, max_increase, max_bits, tokens, json)
+        return
+    if max_increase is not None or max_bits is not None:
+        raise UserError("--max-increase and --max-bits go with --suggest LOW HIGH")
     Scheme.parse("W8A8").with_overrides(override)
     if not _is_run(model) and (text or data):
         _quantize_model(model, schemes, scopes, methods, override, text, data, tokens, json)
@@ -104,6 +121,46 @@ def quantize(
         say=lambda text: None if json else say(text),
     )
     print_json(result) if json else print(*quantize_lines(result), sep="\n")
+
+
+def _refuse_beside_suggest(others: dict[str, Any]) -> None:
+    for flag, value in others.items():
+        if value:
+            raise UserError(f"--suggest takes no {flag}; it searches one scheme on a run's text")
+
+
+def _suggest(
+    run: str,
+    between: tuple[str, ...],
+    scopes: tuple[str, ...],
+    methods: tuple[str, ...],
+    max_increase: float | None,
+    max_bits: float | None,
+    tokens: int | None,
+    json: bool,
+) -> None:
+    for what, given, number in (
+        ("--suggest", between, 2), ("--scopes", scopes, 1), ("--methods", methods, 1)
+    ):  # fmt: skip
+        if len(given) != number and (given or number == 2):
+            raise UserError(f"{what} names {len(given)} with --suggest; {number} was expected")
+    check_schemes(run, between)
+    loaded = open_run(run)
+    from skipless.evaluate import suggest_scheme
+    from skipless.log import say
+    from skipless.measure import calibration_batches, held_out_batches
+
+    method = methods[0] if methods else "rtn"
+    needed = method != "rtn" or any(Scheme.parse(text).needs_calibration for text in between)
+    found = suggest_scheme(
+        loaded.model, held_out_batches(loaded, tokens), *between, max_increase=max_increase,
+        max_bits=max_bits, scope=scopes[0] if scopes else "linear", method=method,
+        calibration=calibration_batches(loaded) if needed else None,
+        on_step=None if json else lambda step: say(
+            f"{step['layer']}: {step['increase']:+.4f} nats, {step['weight_bits']:.2f} bits"
+        ),
+    )  # fmt: skip
+    print_json(asdict(found)) if json else print(*suggestion_lines(found), sep="\n")
 
 
 def _is_run(name: str) -> bool:

@@ -111,6 +111,17 @@ def method_lines(rows: list[dict[str, Any]]) -> list[str]:
     return [f"in {rows[0]['unit']}, by method; * is the least", *lines[2:]]
 
 
+def suggestion_lines(found: Any) -> list[str]:
+    """Of an `evaluate.Suggestion`: the scheme to paste, what it costs, why the search ended."""
+    error = "" if found.standard_error is None else f" ± {found.standard_error:.4f}"
+    return [
+        found.scheme,
+        f"loss {found.loss:.4f}, {found.increase:+.4f}{error} nats over full precision; "
+        f"{found.weight_bits:.2f} bits a weight",
+        f"target {'' if found.met else 'not '}met: {found.reason}",
+    ]
+
+
 def _worst(sqnr: dict[str, Any]) -> list[str]:
     """The tensors with the lowest ratio, activations and weights apart: their widths differ."""
     lines = []

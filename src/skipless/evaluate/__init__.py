@@ -5,6 +5,7 @@ losses.py       loss, perplexity, bits per byte, standard errors
 precision.py    loss at every scheme and scope
 propagation.py  R_l through depth (S9), SQNR of every site against the yardstick (S3, S11)
 sensitivity.py  one layer quantised at a time
+suggesting.py   a mixed-precision scheme, raised layer by layer
 tasks/          zero-shot tasks: accuracy, and what quantisation does to the answers
 """
 
@@ -13,12 +14,14 @@ from skipless.evaluate.losses import LossReport, SequenceLosses, loss, sequence_
 from skipless.evaluate.precision import precision_table
 from skipless.evaluate.propagation import error_propagation, site_sqnr
 from skipless.evaluate.sensitivity import sensitivity
+from skipless.evaluate.suggesting import Suggestion, suggest_scheme
 from skipless.evaluate.tasks import score_tasks
 
 __all__ = [
     "AccuracyReport",
     "LossReport",
     "SequenceLosses",
+    "Suggestion",
     "accuracy",
     "error_propagation",
     "loss",
@@ -27,4 +30,5 @@ __all__ = [
     "sensitivity",
     "sequence_losses",
     "site_sqnr",
+    "suggest_scheme",
 ]
