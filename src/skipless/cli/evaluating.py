@@ -34,10 +34,10 @@ def eval_(
     num_tokens: Annotated[str | None, option("TOKENS", default=OWN)] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure held-out loss -> eval.json, or with --tasks zero-shot accuracy -> tasks.json.
+    """Measure held-out loss -> eval.json; with --tasks zero-shot accuracy.
 
-    With --schemes each quantised model is compared with itself in full precision, question by
-    question. Beside tasks.json stand tasks.md, tasks.png and tasks-documents.jsonl.
+    Accuracy goes to tasks.json; beside it stand tasks.md, tasks.png and tasks-documents.jsonl. With
+    --schemes each quantised model is compared with itself in full precision, question by question.
 
     For example: skipless eval runs/mine --tasks core8 --schemes W8A8 W8A6 --limit 100
 

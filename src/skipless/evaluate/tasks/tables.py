@@ -173,7 +173,7 @@ def draw(summary: Mapping[str, Any]) -> bytes:
         if name in chance:
             axes.hlines(chance[name], place - 0.45, place + 0.45, colors="black", linestyles=":")
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
-    axes.set_ylabel("acc_norm, or acc where lm-eval has no other")
+    axes.set_ylabel("acc_norm or acc")
     axes.set_ylim(0, 1)
     axes.set_title("dotted: guessing; bars: one standard error", fontsize=9)
     axes.legend(fontsize=8)
