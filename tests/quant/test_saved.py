@@ -166,3 +166,25 @@ def test_damage_is_told(make_transformer, plain):
     with pytest.raises(UserError, match="newer skipless"):
         resume(fresh, tensors, about | {"version": 2})
     assert quantization(fresh) is None
+
+
+def test_commands_on_plain_weights_refuse_a_packed_folder(tmp_path, make_transformer, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from skipless.cli import main
+    from skipless.export import save_quantized
+
+    llama = LlamaForCausalLM(LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, max_position_embeddings=16,
+    )).eval()  # fmt: skip
+    for model, name in ((llama, "llama"), (make_transformer(), "ours")):
+        folder = str(save_quantized(quantize(model, "W4A8"), tmp_path / name))
+        for words in (
+            ["diagnose", folder, "--text", __file__, "--out", str(tmp_path / "page")],
+            ["patch", folder, "--connection", "none", "--out", str(tmp_path / "patched")],
+            ["prune", folder, "--text", __file__, "--out", str(tmp_path / "pruned")],
+        ):
+            assert main(words) == 2, words
+            error = capsys.readouterr().err
+            assert "skipless.export.load_quantized" in error, (words, error)

@@ -15,6 +15,7 @@ from torch import nn
 from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
 from skipless.errors import UserError
 from skipless.pretrained.naming import find_model
+from skipless.pretrained.quantised import refuse_packed
 from skipless.rundir import CHECKPOINTS, CONFIG
 
 
@@ -64,6 +65,8 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
         ) from None
     transformers.utils.logging.disable_progress_bar()
     source = find_model(name)
+    if Path(source).is_dir():
+        refuse_packed(Path(source))
     if layer_by_layer or _is_too_large(source):
         model = _open_streamed(source)
     else:

@@ -17,6 +17,7 @@ from skipless.config import DataConfig
 from skipless.data import PreparedData, prepare
 from skipless.errors import UserError, suggestion
 from skipless.pretrained import HEADER, MODELS, fetch_model
+from skipless.pretrained.quantised import refuse_packed
 
 __all__ = [
     "copy_tokenizer", "find_folder", "is_run", "model_type", "prepare_text", "read_config",
@@ -27,9 +28,13 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
 
 
 def find_folder(model: str) -> Path:
-    """The folder that `model` names: itself, or a fetched model of the catalog."""
+    """The folder that `model` names: itself, or a fetched model of the catalog.
+
+    Raises UserError for no such name, and for a folder of packed integers.
+    """
     path = Path(model)
     if path.is_dir():
+        refuse_packed(path)
         return path
     if model in MODELS.names():
         return fetch_model(model)
