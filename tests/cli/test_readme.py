@@ -121,7 +121,8 @@ def test_skipless_commands_run(
         stand_in_tasks(monkeypatch, tmp_path)
     if name == "doctor":
         monkeypatch.setattr(
-            "skipless.diagnose.loading._find", lambda _: str(tiny_llama(tmp_path / "small"))
+            "skipless.diagnose.loading.find_model",
+            lambda _: str(tiny_llama(tmp_path / "small")),
         )
     assert name in COMMANDS or name.startswith("-")
     if name in ONLY_PARSED:
