@@ -39,7 +39,6 @@ GAMMA = RNG.standard_normal(D)
 SIGMOID = 1 / (1 + np.exp(-0.3))
 
 
-
 def unit(v: np.ndarray) -> np.ndarray:
     return v / np.sqrt((v**2).mean(-1, keepdims=True) + 1e-6)
 
