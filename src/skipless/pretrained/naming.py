@@ -73,7 +73,8 @@ def _hub_folder(name: str) -> str:
     except (ImportError, OSError, ValueError):
         raise UserError(
             f"{name} is no folder and not in the cache of the hub, which cannot be reached from "
-            "here; name a folder with the model's files"
+            f"here; download it elsewhere (`hf download {name} --local-dir DIR`), and name that "
+            "folder"
         ) from None
 
 
