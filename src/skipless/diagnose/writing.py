@@ -19,6 +19,7 @@ from skipless.diagnose.parts import RESULT
 from skipless.diagnose.plots import draw
 from skipless.diagnose.result import Diagnosis
 from skipless.report.csv_text import csv_text
+from skipless.report.plots import Figure
 from skipless.rundir import to_strict_json, write_atomic
 
 PAGE = "index.html"
@@ -27,13 +28,23 @@ PAGE = "index.html"
 def write(result: Diagnosis, out: Path) -> Path:
     """Write all files into the folder `out`; returns the page's path."""
     figures, without = draw(result)
+    text = page(result, figures, without)
+    return write_files(out, RESULT, figures, tables(result), text, result.to_dict())
+
+
+def write_files(
+    out: Path, name: str, figures: Sequence[Figure], tables: dict[str, list[dict[str, Any]]],
+    text: str, numbers: dict[str, Any],
+) -> Path:  # fmt: skip
+    """Figures, tables that have rows, the page and all numbers under `name`, which comes last and
+    so tells that the folder is whole; returns the page's path."""
     for figure in figures:
         write_atomic(out / f"{figure.name}.png", figure.png)
-    for name, rows in tables(result).items():
+    for title, rows in tables.items():
         if rows:
-            write_atomic(out / f"{name}.csv", csv_text(rows))
-    path = write_atomic(out / PAGE, page(result, figures, without))
-    write_atomic(out / RESULT, to_strict_json(result.to_dict(), indent=1) + "\n")
+            write_atomic(out / f"{title}.csv", csv_text(rows))
+    path = write_atomic(out / PAGE, text)
+    write_atomic(out / name, to_strict_json(numbers, indent=1) + "\n")
     return path
 
 

@@ -171,7 +171,7 @@ def load(level: str) -> tuple[ctypes.CDLL | None, str]:
     return library, ""
 
 
-def library(level: str) -> ctypes.CDLL:
+def loaded(level: str) -> ctypes.CDLL:
     """The kernel's library at `level`. Raises UserError with the reason when there is none."""
     found, reason = load(level)
     if found is None:

@@ -83,7 +83,7 @@ class Step:
 
     structure: ctypes.Structure
     function: Any
-    library: Any
+    loaded: Any
     kept: list[Any]
     sites: list[ActivationQuantizer]
     """Whose inputs the bits of the function's result speak of, lowest first."""
@@ -141,9 +141,9 @@ class _Builder:
         )  # fmt: skip
 
     def done(self, structure: ctypes.Structure, name: str, sites: list) -> Step:
-        library = building.library(self.engine)
+        loaded = building.loaded(self.engine)
         return Step(
-            structure=structure, function=getattr(library, f"skipless_{name}"), library=library,
+            structure=structure, function=getattr(loaded, f"skipless_{name}"), loaded=loaded,
             kept=self.kept, sites=sites,
         )  # fmt: skip
 
@@ -301,7 +301,7 @@ class StackStep:
         self._attentions = [n for n, sub in enumerate(self._sublayers) if sub.kind == 0]
         self._known: list[Any] = [None] * len(self._attentions)
         step = next(step for step in self._steps if step is not None)
-        self._function = step.library.skipless_stack_step
+        self._function = step.loaded.skipless_stack_step
 
     def keep(self, place: int, stores: tuple[_Store, _Store]) -> None:
         """Where the `place`-th attention finds its keys and values."""
@@ -338,7 +338,7 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty(*x.shape[:-1], len(weight))
-    building.library(kernel.name).skipless_dense(
+    building.loaded(kernel.name).skipless_dense(
         rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), len(rows),
         rows.shape[1], len(weight), out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip

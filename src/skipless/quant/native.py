@@ -116,7 +116,7 @@ class KernelEngine(Engine):
         return form, (INT32_EXACT - 1) // bound
 
     def _library(self):
-        return building.library(self.name)
+        return building.loaded(self.name)
 
 
 def _group(form: int) -> int:

@@ -18,16 +18,15 @@ from typing import Any
 
 from skipless.diagnose.comparison.difference import KEYS, RATIOS, Difference, Row
 from skipless.diagnose.page import GLOSSARY as TERMS
+from skipless.diagnose.writing import write_files
 from skipless.report.canvas import Pen, Series, render, series_rows
-from skipless.report.csv_text import csv_text
 from skipless.report.frame import document, glossary, listed, number, sortable, word
 from skipless.report.heat import heat_figure
 from skipless.report.html import figure_html, section
 from skipless.report.load import RESIDUAL_FREE
 from skipless.report.plots import Figure
-from skipless.rundir import to_strict_json, write_atomic
 
-RESULT, PAGE = "comparison.json", "index.html"
+RESULT = "comparison.json"
 SERIES = (Series("distance of the streams", RESIDUAL_FREE, "KL-Shampoo"),)
 NO_LAYER = "–"
 GLOSSARY = {
@@ -51,14 +50,8 @@ GLOSSARY = {
 def write(result: Difference, out: Path) -> Path:
     """Write all files into the folder `out`; returns the page's path."""
     figures, without = draw(result)
-    for figure in figures:
-        write_atomic(out / f"{figure.name}.png", figure.png)
-    for name, rows in tables(result).items():
-        if rows:
-            write_atomic(out / f"{name}.csv", csv_text(rows))
-    path = write_atomic(out / PAGE, page(result, figures, without))
-    write_atomic(out / RESULT, to_strict_json(result.to_dict(), indent=1) + "\n")
-    return path
+    text = page(result, figures, without)
+    return write_files(out, RESULT, figures, tables(result), text, result.to_dict())
 
 
 def tables(result: Difference) -> dict[str, list[Row]]:
