@@ -24,7 +24,7 @@ from skipless.config import (
     UniversalConfig,
 )
 from skipless.errors import UserError, suggestion
-from skipless.jsonable import from_json, leaves, override, to_json
+from skipless.jsonable import from_json, giving, leaves, override, to_json
 from skipless.model import CONNECTIONS
 
 
@@ -166,6 +166,47 @@ def test_bad_overrides_are_told_in_one_sentence(name, value, said):
         override(RunConfig(), {name: value})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "idle, ruling",
+    [
+        ({"optim.refresh_every": "5"}, {"optim.name": "muon"}),
+        ({"optim.momentum": "0.9"}, {"optim.name": "kl_shampoo"}),
+        ({"optim.block_size": "64"}, {"optim.name": "kl_shampoo", "optim.reference": "true"}),
+        ({"model.init.a_vo": "2"}, {"model.init.value_output": "cs"}),
+        ({"model.init.suo_correction": "false"}, {"model.init.mlp": "normal"}),
+        ({"train.decay_fraction": "0.5"}, {"train.schedule": "cosine"}),
+        (
+            {"model.connection.universal.rank": "8"},
+            {"model.connection.kind": "universal", "model.connection.universal.encoder": "false"},
+        ),
+        (
+            {"model.connection.universal.sinkhorn_steps": "8"},
+            {"model.connection.kind": "universal", "model.connection.universal.aligner": "mean"},
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_refused_where_it_is_given(idle, ruling):
+    """Not where a recipe holds it and another setting is changed."""
+    name = next(iter(idle))
+    with pytest.raises(UserError, match=f"{name} is .*, which has no effect while") as error:
+        override(RunConfig(), {**idle, **ruling})
+    assert list(ruling)[-1] in str(error.value)
+    default = leaves(RunConfig())[name]
+    override(RunConfig(), {**ruling, name: default if default is not None else "none"})
+
+
+def test_what_a_recipe_holds_may_lose_its_effect():
+    held = RunConfig(optim=OptimizerRecipe(name="kl_shampoo", refresh_every=5))
+    assert override(held, {"optim.name": "muon"}).optim.refresh_every == 5
+
+
+def test_every_recipe_read_from_its_own_file_stands():
+    for name in recipes.names():
+        with giving():
+            config = recipes.get(name)
+            assert from_json(RunConfig, to_json(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "skipless"
 FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
     ("errors",),
+    ("unread",),
     ("jsonable",),
     ("scheme",),
     ("checks",),

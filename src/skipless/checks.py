@@ -7,12 +7,12 @@ torch here: `--help` must be fast.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
+from skipless import unread
 from skipless.errors import UserError, check_choice
 from skipless.scheme import Scheme, TrainingPlan
 
@@ -24,21 +24,14 @@ OPTIMIZERS = ("adamw", "muon", "soap", "shampoo", "kl_shampoo", "kl_soap")
 PROBE_STATS = ("moments", "geometry", "attention")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 MAX_THREADS = 4_096
-_GAIN = ("init", "granularity")
-READ: dict[str, tuple[str, ...]] = {
-    "residual": (), "none": (), "fixed": ("a", "b", "c"), "rezero": _GAIN, "layerscale": _GAIN,
-    "interpolate": (*_GAIN, "scale"), "anneal": ("anneal_fraction", "anneal_shape"),
-    "learned": _GAIN, "sphere": _GAIN, "universal": ("universal",), "gated": (*_GAIN, "scale"),
-}  # fmt: skip
-"""What each kind of connection reads of `ConnectionConfig`; the rest of it has to be left alone."""
 
 
 def check_connection(config: Any) -> None:
     """Every setting of `ConnectionConfig`; UserError for the first that cannot be meant, and for
     one that the kind does not read."""
     check_connection_ranges(config)
-    for leaf in not_read(config).values():
-        raise UserError(say_not_read(config, "connection.", leaf))
+    for leaf in unread.not_read(config).values():
+        raise UserError(unread.say_not_read(config, "connection.", leaf))
 
 
 def check_connection_ranges(config: Any) -> None:
@@ -52,38 +45,6 @@ def check_connection_ranges(config: Any) -> None:
             f"granularity 'block' goes with kind 'rezero' only, not {config.kind!r}; "
             "use 'scalar' or 'channel'"
         )
-
-
-def not_read(config: Any) -> dict[str, str]:
-    """Fields of a `ConnectionConfig` that are set and that its kind does not read, with the first
-    such leaf of each: {"universal": "universal.rank"}."""
-    used = ("kind", *READ[config.kind])
-    return {name: leaf for name, leaf in _changed(config).items() if name not in used}
-
-
-def say_not_read(config: Any, where: str, leaf: str) -> str:
-    """The sentence about a leaf that `not_read` found."""
-    field, _, inner = leaf.partition(".")
-    value = getattr(config, field)
-    kinds = [kind for kind, used in READ.items() if field in used]
-    one_of = " or ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
-    return (
-        f"{where}{leaf} is {getattr(value, inner) if inner else value!r}, which kind "
-        f"{config.kind!r} does not read; leave it out, or take kind {one_of}"
-    )
-
-
-def _changed(config: Any) -> dict[str, str]:
-    """Fields that differ from their default, with the first such leaf of each."""
-    found = {}
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(value):
-            inner = next(iter(_changed(value)), None)
-            found |= {item.name: f"{item.name}.{inner}"} if inner else {}
-        elif value != item.default:
-            found[item.name] = item.name
-    return found
 
 
 def is_plain(config: Any) -> bool:

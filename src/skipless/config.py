@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from skipless import checks
+from skipless import checks, unread
 from skipless.connection_config import ConnectionConfig, ConnectionOverride
 from skipless.errors import UserError
 from skipless.interpolation_config import UniversalConfig
@@ -78,6 +78,8 @@ class InitConfig(Config):
     cs_b: float = 0.6
     identity_bias: float | None = None
     """Start of the learned per-head bias on the diagonal logit (I7); None means no such bias."""
+
+    rules: ClassVar[tuple[unread.Rule, ...]] = unread.INIT
 
     def __post_init__(self) -> None:
         checks.check_init(self)
@@ -201,6 +203,8 @@ class OptimizerRecipe(Config):
     muon_scale: Literal["keller", "rms", "spectral"] = "rms"
     muon_steps: int = 5
 
+    rules: ClassVar[tuple[unread.Rule, ...]] = unread.OPTIMIZER
+
     def __post_init__(self) -> None:
         checks.check_optimizer(self)
 
@@ -249,6 +253,8 @@ class TrainConfig(Config):
     mirrors: tuple[Literal["tensorboard", "trackio"], ...] = ()
     quantize: str | None = None
     """Round while training: "W4A4 scope=block from=0.1 over=0.3" (docs/quantise.md)."""
+
+    rules: ClassVar[tuple[unread.Rule, ...]] = unread.TRAIN
 
     def __post_init__(self) -> None:
         checks.check_train(self)

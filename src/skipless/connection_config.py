@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from skipless import checks
+from skipless import checks, unread
 from skipless.errors import UserError
 from skipless.interpolation_config import UniversalConfig
 from skipless.jsonable import Config, is_given
@@ -51,9 +51,9 @@ class ConnectionConfig(Config):
         found = _Lenient.read(values, where)
         named = where or "connection."
         settings = {item.name: getattr(found, item.name) for item in fields(cls)}
-        for name, leaf in checks.not_read(found).items():
+        for name, leaf in unread.not_read(found).items():
             if is_given(f"{named}{leaf}"):
-                raise UserError(checks.say_not_read(found, named, leaf))
+                raise UserError(unread.say_not_read(found, named, leaf))
             del settings[name]
         if checks.is_plain(found) and not any(is_given(f"{named}{n}") for n in ("kind", *"abc")):
             settings["kind"] = "residual"

@@ -6,8 +6,9 @@ Read by `config.ConnectionConfig`, where they are the field `universal`. No torc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from skipless import unread
 from skipless.errors import UserError
 from skipless.jsonable import Config
 
@@ -52,6 +53,8 @@ class UniversalConfig(Config):
     sinkhorn_epsilon: float = 0.05
     """Entropic regularisation, as a share of the mean cost."""
     sinkhorn_steps: int = 20
+
+    rules: ClassVar[tuple[unread.Rule, ...]] = unread.UNIVERSAL
 
     def __post_init__(self) -> None:
         for name, low in (("rank", 1), ("winsor_window", 4), ("chunk_size", 1),

@@ -44,6 +44,9 @@ class Config:
     if typing.TYPE_CHECKING:  # every subclass is a dataclass
         __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
+    rules: ClassVar[tuple[Any, ...]] = ()
+    """Which values leave which other fields without effect (`unread.Rule`)."""
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain dict; tuples become lists, as in JSON."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
@@ -60,7 +63,22 @@ class Config:
         for key in values:
             if key not in hints:
                 raise UserError(f"unknown setting {where}{key}; {suggestion(key, hints)}")
-        return cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in values.items()})
+        new = cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in values.items()})
+        new._refuse_idle(where)
+        return new
+
+    def _refuse_idle(self, where: str) -> None:
+        """Raise UserError for a value that has just been given and has no effect."""
+        defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        for rule in self.rules:
+            ruling = getattr(self, rule.setting)
+            for name in rule.fields if rule.idle(ruling) else ():
+                value = getattr(self, name)
+                if value not in (None, defaults[name]) and is_given(f"{where}{name}"):
+                    raise UserError(
+                        f"{where}{name} is {value!r}, which has no effect while "
+                        f"{where}{rule.setting} is {ruling!r}; leave it out, or change that"
+                    )
 
     def describing(self, changes: dict[str, Any]):
         """These settings, their descriptions made true after `override` changed some leaves."""
