@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.num_key_value_heads = config.key_value_heads
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
-        self.implementation = config.attention_implementation
+        self.implementation: str = config.attention_implementation
         width, inner = config.hidden_size, self.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, inner, bias=False)
@@ -75,8 +75,8 @@ class Attention(nn.Module):
                 q, k, scale=self.temperature.scaling, visible=context.visible,
                 causal=context.is_causal, bias=self.identity_bias,
             )  # fmt: skip
-        attend = self._eager if self.implementation == "eager" else self._fused
-        out = attend(q, k, v, context)
+        ways = {"eager": self._eager, "sdpa": self._fused}
+        out = ways.get(self.implementation, self._outside)(q, k, v, context)
         return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
 
     def _fused(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
@@ -110,6 +110,10 @@ class Attention(nn.Module):
         if self.training and self.dropout:
             probabilities = F.dropout(probabilities, self.dropout)
         return probabilities @ self._repeated(v)
+
+    def _outside(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
+        assert context.outside is not None, f"nobody computes {self.implementation!r} attention"
+        return context.outside(self, q, k, v)
 
     def _biased_mask(self, bias: Tensor, q: Tensor, k: Tensor, context: ForwardContext) -> Tensor:
         """The identity bias on the diagonal and -inf on hidden keys, [1 or B, H, T, S]."""

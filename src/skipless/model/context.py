@@ -6,6 +6,7 @@ heads, K head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,3 +38,6 @@ class ForwardContext:
     """The first block has computed all of them (`skipless.decoding`)."""
     entropy: Tensor | None = None
     """Normalised entropy [B, T] of the newest attention sublayer, where its connection asks."""
+    outside: Callable[..., Tensor] | None = None
+    """Attention (layer, q, k, v) -> [B, H, T, K] by somebody else, for layers whose implementation
+    is not one of ours."""

@@ -54,8 +54,10 @@ def build_context(
     cache: KeyValueCache | None,
     rotary: RotaryTables | None,
     dtype: torch.dtype,
+    position_ids: Tensor | None = None,
 ) -> tuple[Tensor, ForwardContext]:
-    """Positions [T] or [B, T], and the context without its embedding."""
+    """Positions [T] or [B, T], and the context without its embedding. `position_ids` [B, T] are
+    taken for positions as they are; what a query sees does not depend on them."""
     past = cache.length if cache is not None else 0
     num_new, device = input_ids.shape[1], input_ids.device
     total = past + num_new
@@ -82,8 +84,9 @@ def build_context(
         cache=cache,
         tokens=attention_mask,
     )
+    placed = positions if position_ids is None else position_ids
     if rotary is not None:
-        context.rotary = rotary.at(positions, config.max_position_embeddings, dtype)
+        context.rotary = rotary.at(placed, config.max_position_embeddings, dtype)
     if config.temperature.length_scaled:
         if config.causal:
             context.num_visible = positions + 1
@@ -91,7 +94,7 @@ def build_context(
             context.num_visible = torch.full_like(positions, total)
         else:
             context.num_visible = attention_mask.sum(-1, keepdim=True).expand(-1, num_new)
-    return positions, context
+    return placed, context
 
 
 def pool(stream: Tensor, attention_mask: Tensor | None, past: int, causal: bool) -> Tensor:

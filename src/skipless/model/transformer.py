@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,12 @@ from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.model import initializers, layout
 from skipless.model.attention import Attention
-from skipless.model.block import Block
 from skipless.model.cache import KeyValueCache, Store
 from skipless.model.connections import Connection
 from skipless.model.generation import generate
 from skipless.model.losses import cross_entropy
-from skipless.model.norms import build_norm
 from skipless.model.relation_encoder import RelationEncoder
-from skipless.model.rope import RotaryTables
+from skipless.model.stack import Stack
 from skipless.sharded import is_sharded
 from skipless.sites import Site, weight_of
 
@@ -42,8 +40,10 @@ class ModelOutput:
     """The cache that was given, now with this pass's tokens."""
 
 
-class Transformer(nn.Module):
+class Transformer(Stack):
     """Decoder (or, with `causal=False`, encoder) with a language-model or classification head."""
+
+    config: ModelConfig
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
@@ -55,22 +55,12 @@ class Transformer(nn.Module):
         self.config = config
         device = torch.get_default_device()
         with torch.device("meta"):  # default draws would cost time and disturb the global seed
+            self.build_stack(config)
             width, vocabulary = config.hidden_size, config.vocab_size
-            self.embed_tokens = nn.Embedding(vocabulary, width)
-            if config.position == "learned":
-                self.embed_positions = nn.Embedding(config.max_position_embeddings, width)
-            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-            self.norm = build_norm(config)
             if config.num_labels is None:
                 self.lm_head = nn.Linear(width, vocabulary, bias=False)
             else:
                 self.score = nn.Linear(width, config.num_labels, bias=False)
-        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
-        self._rotary = (
-            RotaryTables(config.head_dim, config.rope_theta, config.num_attention_heads)
-            if config.position == "rope"
-            else None
-        )
         self.new_store: Callable[[int, str], Store] | None = None
         """Makes the places where a cache keeps keys and values; None: floating point."""
         self.tie_weights()
@@ -95,55 +85,14 @@ class Transformer(nn.Module):
         only, 0 all. Raises UserError for shapes that do not fit, ids beyond the vocabulary (on the
         CPU) and texts longer than `max_position_embeddings`.
         """
-        layout.check_input(self.config, input_ids, attention_mask, cache)
         past = cache.length if cache is not None else 0
-        positions, context = layout.build_context(
-            self.config, input_ids, attention_mask, cache, self._rotary, self._compute_dtype()
-        )
-        stream = self._embed(input_ids, positions)
-        context.embedding = stream
-        for block in self.layers:
-            stream = block(stream, context)
-            if context.is_finished:
-                break
-        if cache is not None:
-            cache.advance(input_ids.shape[1])
-        stream = self.norm(stream)
+        stream = self.run_stack(input_ids, attention_mask=attention_mask, cache=cache)
         if self.config.num_labels is not None:
             logits = self.score(layout.pool(stream, attention_mask, past, self.config.causal))
         else:
             logits = self.lm_head(stream[:, -logits_to_keep:] if logits_to_keep else stream)
         loss = None if labels is None else _loss(logits, labels)
         return ModelOutput(logits=logits, loss=loss, cache=cache)
-
-    def _embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        try:
-            stream = self.embed_tokens(input_ids)
-        except IndexError:
-            raise UserError(
-                f"token id {int(input_ids.max())} (smallest {int(input_ids.min())}) is outside the "
-                f"vocabulary of {self.config.vocab_size}; the text was encoded with another "
-                "tokenizer"
-            ) from None
-        if self.config.position == "learned":
-            stream = stream + self.embed_positions(positions)
-        return stream if self.dropout is None else self.dropout(stream)
-
-    def _compute_dtype(self) -> torch.dtype:
-        device = self.embed_tokens.weight.device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return self.embed_tokens.weight.dtype
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks, typed: a ModuleList does not say what it holds."""
-        return cast("list[Block]", list(self.layers))
-
-    @property
-    def layer_list(self) -> nn.ModuleList:
-        """The blocks; what compile, FSDP and activation checkpointing wrap."""
-        return self.layers
 
     def new_cache(self) -> KeyValueCache:
         """An empty cache for this model's keys and values; of packed integers where `new_store`
@@ -154,8 +103,7 @@ class Transformer(nn.Module):
         """Share the embedding with the head, and C4's block gains within their block."""
         if self.config.num_labels is None and self.config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        for block in self.blocks:
-            block.tie_gains()
+        self.tie_gains()
 
     def _apply(self, fn, recurse=True):
         # leaving the meta device replaces each Parameter, and so unties shared ones
@@ -205,13 +153,14 @@ class _Resettable(Protocol):
 
 
 @torch.no_grad()
-def initialize(model: Transformer, seed: int = 0) -> None:
+def initialize(model: Stack, seed: int = 0) -> None:
     """Fill every parameter and buffer (I1-I7); the same numbers on any device, sharded or not.
 
     For a model that left the meta device by `to_empty`, and for starting over.
     """
-    model.tie_weights()
-    config, written = model.config, set()
+    tie: Any = getattr(model, "tie_weights", model.tie_gains)
+    tie()
+    config, written = model.settings, set()
 
     def write(parameter: Tensor, value: Tensor) -> None:
         written.add(id(parameter))
