@@ -14,7 +14,7 @@ numbers is scored plainly, and the result says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -28,6 +28,8 @@ from skipless.quant import evaluation_mode, quantization
 Mode = Literal["auto", "shared", "plain", "single"]
 BATCH_TOKENS = 1024
 """Tokens a forward pass, padding included: at 50,000 words that is 200 MB of logits."""
+PASS_TOKENS = 16
+"""A forward pass reads every weight, which takes a CPU as long as computing so many tokens."""
 _FP32_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.5  # nats, to tell a broken cache from rounding
 
 
@@ -132,6 +134,39 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
     return "shared", ""
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Questions that are scored together. A shorter prefix than a question shares is right too, and
+    costs tokens that are computed for each of its requests; a group of its own costs two passes."""
+
+    numbers: list[int] = field(default_factory=list)
+    num_requests: int = 0
+    length: int = 0
+    """Of the prefix."""
+    longest: int = 0
+    """Tokens of the longest request."""
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Tokens of the two passes."""
+        return len(self.numbers) * self.length, self.num_requests * (self.longest - self.length)
+
+    @property
+    def cost(self) -> int:
+        """In tokens; 0 for no questions."""
+        return sum(self.widths) + (2 * PASS_TOKENS if self.numbers else 0)
+
+    def fits(self, batch_tokens: int) -> bool:
+        return max(self.widths) <= batch_tokens
+
+    def with_(self, other: _Group) -> _Group:
+        """Both, where `other` has the shorter prefix."""
+        return _Group(
+            self.numbers + other.numbers, self.num_requests + other.num_requests, other.length,
+            max(self.longest, other.longest),
+        )  # fmt: skip
+
+
 class _Worker:
     """Forward passes; fills `found` by (question, request)."""
 
@@ -162,34 +197,35 @@ class _Worker:
             self.put(place, row[end - len(request.targets) : end])
 
     def all_shared(self, batch_tokens: int) -> None:
-        """Questions whose prefixes are equally long are computed together, unpadded."""
-        by_length: dict[int, list[int]] = {}
-        singles = []
-        for number, requests in enumerate(self.questions):
-            shared = shared_length(requests) if len(requests) > 1 else 0
-            if shared:
-                by_length.setdefault(shared, []).append(number)
-            else:
-                singles += [(number, i) for i in range(len(requests))]
-        self.all_plain(singles, batch_tokens)
-        for length in sorted(by_length, reverse=True):
-            numbers = by_length[length]
-            while numbers:
-                size = self.num_questions(numbers, length, batch_tokens)
-                self.shared(numbers[:size], length)
-                numbers = numbers[size:]
+        """Questions in groups, each in two passes: prefixes of one length, then what follows.
 
-    def num_questions(self, numbers: list[int], length: int, batch_tokens: int) -> int:
-        """How many of the first questions fit both passes, the second padded to its longest."""
-        rows = longest = 0
-        for count, number in enumerate(numbers):
-            rests = [len(r.inputs) - length for r in self.questions[number]]
-            rows, longest = rows + len(rests), max(longest, *rests)
-            if count and max((count + 1) * length, rows * longest) > batch_tokens:
-                return count
-        return len(numbers)
+        A quantised model's are grouped only where they share equally much: recomputing the end of a
+        prefix in another batch moves the last digits of sums, which tips rounding to few bits.
+        """
+        only_equal = quantization(self.caller.model) is not None
+        shared = {n: shared_length(r) for n, r in enumerate(self.questions) if len(r) > 1}
+        sharing = sorted((n for n in shared if shared[n]), key=lambda n: -shared[n])
+        alone = [n for n in range(len(self.questions)) if not shared.get(n)]
+        self.all_plain([(n, i) for n in alone for i in range(len(self.questions[n]))], batch_tokens)
+        group = _Group()
+        for number in sharing:
+            requests = self.questions[number]
+            one = _Group(
+                [number], len(requests), shared[number], max(len(r.inputs) for r in requests)
+            )
+            both = group.with_(one)
+            joins = group.length == one.length if only_equal else both.cost < group.cost + one.cost
+            if joins and both.fits(batch_tokens):
+                group = both
+            else:
+                self.shared(group.numbers, group.length)
+                group = one
+        self.shared(group.numbers, group.length)
 
     def shared(self, numbers: list[int], length: int) -> None:
+        """Questions that all share at least their first `length` tokens; nothing for none."""
+        if not numbers:
+            return
         prefixes = [self.questions[n][0].inputs[:length] for n in numbers]
         last, cache = self.caller.begin(torch.tensor(prefixes))
         rows, places = [], []
