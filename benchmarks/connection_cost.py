@@ -1,6 +1,6 @@
 """What a connection costs: time per step and peak memory at equal batch and length.
 
-    python benchmarks/connection_cost.py [--quick] [--profile KIND] [--device cpu]
+    python benchmarks/connection_cost.py [--quick] [--kinds KIND ...] [--profile KIND] [--device cpu]
 
 Every kind in a process of its own: 4 layers, D = 128, 4 heads, vocabulary 2,048, one sequence a
 step, forward, backward and AdamW, with and without activation checkpointing. Time is the median CPU
@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 
 KINDS = (
-    "residual", "rezero", "layerscale", "none", "interpolate", "learned", "gated", "universal",
+    "residual", "rezero", "layerscale", "none", "interpolate", "learned", "gated", "sphere",
+    "universal",
 )  # fmt: skip
 PEER = KINDS[0]
 LENGTHS = (512, 2_048, 8_192)
@@ -159,6 +160,7 @@ def table(lengths: tuple[int, ...], kinds: tuple[str, ...], options) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="length 512 and fewer kinds")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS[1:], help="beside residual")
     parser.add_argument("--profile", metavar="KIND", help="per-operator table of one kind")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=7)
@@ -171,7 +173,8 @@ def main() -> None:
     elif options.profile:
         profile(options.profile, LENGTHS[0], options.device)
     else:
-        kinds = tuple(k for k in KINDS if k not in ("interpolate", "learned") or not options.quick)
+        quick = tuple(k for k in KINDS if k not in ("interpolate", "learned", "sphere"))
+        kinds = (PEER, *options.kinds) if options.kinds else quick if options.quick else KINDS
         figures = table(LENGTHS[:1] if options.quick else LENGTHS, kinds, options)
         print(json.dumps({"benchmark": "connection_cost", "threads": 1, "figures": figures}))
 
