@@ -1,6 +1,6 @@
 """What a connection costs: time per step and peak memory at equal batch and length.
 
-    python benchmarks/connection_cost.py [--quick] [--kinds KIND ...] [--profile KIND] [--device cpu]
+    python benchmarks/connection_cost.py [--quick] [--kinds KIND ...] [--profile KIND]
 
 Every kind in a process of its own: 4 layers, D = 128, 4 heads, vocabulary 2,048, one sequence a
 step, forward, backward and AdamW, with and without activation checkpointing. Time is the median CPU
