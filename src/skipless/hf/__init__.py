@@ -1,17 +1,40 @@
-"""Importing this lets transformers' Auto classes restore what `skipless.surgery` patched.
+"""Skipless models at home in transformers. Importing this registers them.
 
     import skipless.hf
+    AutoModelForCausalLM.from_pretrained("exported")  # `skipless export --format hf` made it
     AutoModelForCausalLM.from_pretrained("patched")   # as skipless.surgery.load("patched")
+
+configuration.py  settings as config.json
+modeling.py       body, language model, classifier; arguments.py, attention.py and past.py around it
+exporting.py      a run directory as a folder, reloaded and compared
+training.py       optimiser and callbacks for the Trainer
+auto.py           Auto classes, also for patched folders; quantizer.py packed ones
+cache.py          keys and values as packed integers
 
 `fetch_model` is that of `skipless.pretrained`.
 """
 
 from skipless.hf.auto import PatchedConfig, register
 from skipless.hf.cache import QuantizedCache
+from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.modeling import (
+    SkiplessForCausalLM,
+    SkiplessForSequenceClassification,
+    SkiplessModel,
+)
 from skipless.hf.quantizer import register as register_quantizer
 from skipless.pretrained import fetch_model
 
 register()
 register_quantizer()
 
-__all__ = ["PatchedConfig", "QuantizedCache", "fetch_model", "register"]
+__all__ = [
+    "PatchedConfig",
+    "QuantizedCache",
+    "SkiplessConfig",
+    "SkiplessForCausalLM",
+    "SkiplessForSequenceClassification",
+    "SkiplessModel",
+    "fetch_model",
+    "register",
+]

@@ -1,20 +1,33 @@
-"""The model type `skipless-patched` in transformers' Auto classes.
+"""The model types `skipless` and `skipless-patched` in transformers' Auto classes.
 
-An Auto class reads config.json, looks up the model class of its type and calls that class's
-`from_pretrained`. For the type of a patched folder this registers a config that keeps what stands
-there, and in every Auto class a stand-in whose `from_pretrained` is `skipless.surgery.load`. A
-folder is restored as the class it was saved from; an Auto class made for other heads refuses it,
-where for a plain folder it would take the body and leave weights out.
+The first are our own models (`modeling.py`). Of the second: an Auto class reads config.json, looks
+up the model class of its type and calls that class's `from_pretrained`. For the type of a patched
+folder this registers a config that keeps what stands there, and in every Auto class a stand-in
+whose `from_pretrained` is `skipless.surgery.load`. A folder is restored as the class it was saved
+from; an Auto class made for other heads refuses it, where for a plain folder it would take the body
+and leave weights out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
 from transformers.models.auto import modeling_auto
 
 from skipless.errors import UserError
+from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.modeling import (
+    SkiplessForCausalLM,
+    SkiplessForSequenceClassification,
+    SkiplessModel,
+)
 from skipless.surgery.loading import load
 from skipless.surgery.saving import MODEL_TYPE
 
@@ -29,7 +42,14 @@ class PatchedConfig(PreTrainedConfig):
 
 
 def register() -> None:
-    """Make every Auto class know patched folders. Repeating it changes nothing."""
+    """Make the Auto classes know our models and patched folders. Repeating it changes nothing."""
+    AutoConfig.register(SkiplessConfig.model_type, SkiplessConfig, exist_ok=True)
+    for auto, cls in (
+        (AutoModel, SkiplessModel),
+        (AutoModelForCausalLM, SkiplessForCausalLM),
+        (AutoModelForSequenceClassification, SkiplessForSequenceClassification),
+    ):
+        auto.register(SkiplessConfig, cls, exist_ok=True)
     AutoConfig.register(MODEL_TYPE, PatchedConfig, exist_ok=True)
     for value in vars(modeling_auto).values():
         mapping = getattr(value, "_model_mapping", None)

@@ -1,0 +1,124 @@
+"""What a call of a model in `modeling.py` is given, checked; and what it shows on request.
+
+Legend: B batch, T new tokens, S past plus new tokens, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from skipless.config import ModelConfig
+from skipless.errors import UserError
+from skipless.model import Attention
+
+__all__ = ["as_asked", "attention_probabilities", "check_given", "checked_positions"]
+
+PACKED = (
+    "packed documents (position_ids that start anew within a row, cu_seq_lens) are not computed "
+    "apart here; give every document a row of its own, padded"
+)
+
+
+def check_given(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Any, more: dict
+) -> None:
+    """Raise UserError unless there is one input and a mask that says which tokens are padding."""
+    if (input_ids is None) == (inputs_embeds is None):
+        number = "neither" if input_ids is None else "both"
+        raise UserError(f"{number} of input_ids and inputs_embeds were given; pass one of them")
+    if inputs_embeds is not None and inputs_embeds.ndim != 3:
+        raise UserError(
+            f"inputs_embeds have shape {list(inputs_embeds.shape)}; [batch, tokens, hidden_size] "
+            "was expected"
+        )
+    if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+        found = getattr(attention_mask, "shape", None)
+        what = type(attention_mask).__name__ if found is None else f"of shape {list(found)}"
+        raise UserError(
+            f"attention_mask is {what}; [batch, past plus new tokens] was expected, 1 on tokens "
+            "and 0 on padding: what each token sees is the model's own affair"
+        )
+    if any(name.startswith("cu_seq_lens") for name in more):
+        raise UserError(PACKED)
+
+
+def checked_positions(
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    given: Tensor,
+    past: int,
+    settings: ModelConfig,
+) -> Tensor | None:
+    """Positions [B, T] to use in place of the model's count, or None where they are the same.
+
+    Raises UserError for positions beyond the context and for packed documents.
+    """
+    if position_ids is None or settings.position == "none":
+        return None
+    rows, num_new = given.shape
+    if position_ids.ndim != 2 or position_ids.shape[1] != num_new:
+        raise UserError(
+            f"position_ids have shape {list(position_ids.shape)}; {[rows, num_new]} was expected"
+        )
+    position_ids = position_ids.expand(rows, -1)
+    real = torch.ones_like(position_ids, dtype=torch.bool)
+    if attention_mask is not None:
+        real = attention_mask[:, -num_new:].to(position_ids.device).bool()
+    placed = torch.where(real, position_ids, 0)
+    if num_new > 1:
+        steps = position_ids[:, 1:] - position_ids[:, :-1]
+        if bool(((steps != 1) & real[:, 1:] & real[:, :-1]).any()):
+            raise UserError(PACKED)
+    # other devices would wait for the answers; their own kernels notice
+    if position_ids.device.type == "cpu":
+        low, high = int(placed.min()), int(placed.max())
+        if low < 0 or high >= settings.max_position_embeddings:
+            raise UserError(
+                f"position_ids hold {low if low < 0 else high}; 0 to "
+                f"{settings.max_position_embeddings - 1} were expected (max_position_embeddings)"
+            )
+        if attention_mask is None and torch.equal(
+            placed, torch.arange(past, past + num_new).expand(rows, -1)
+        ):
+            return None
+    return placed
+
+
+@contextmanager
+def attention_probabilities(model: nn.Module, wanted: bool) -> Iterator[list[Tensor] | None]:
+    """Collect the probabilities [B, H, T, S] of every attention layer while the block runs.
+
+    Yields None where they are not `wanted`. Raises UserError unless attention is eager: no other
+    form makes them.
+    """
+    if not wanted:
+        yield None
+        return
+    layers = [module for module in model.modules() if isinstance(module, Attention)]
+    name = getattr(model.config, "_attn_implementation", None)
+    if name != "eager":
+        raise UserError(
+            f"attn_implementation {name!r} makes no attention probabilities to output; call "
+            "model.set_attn_implementation('eager') or leave output_attentions out"
+        )
+    shown: list[Tensor] = []
+    handles = [
+        layer.probabilities.register_forward_hook(lambda module, args, out: shown.append(out))
+        for layer in layers
+    ]
+    try:
+        yield shown
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def as_asked(out: Any, config: Any, return_dict: bool | None) -> Any:
+    """The output object, or its values as a tuple."""
+    asked = config.return_dict if return_dict is None else return_dict
+    return out if asked else out.to_tuple()
