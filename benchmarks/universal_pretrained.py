@@ -28,10 +28,12 @@ import multiprocessing
 import resource
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from _finished import Finished
 from torch import Tensor, nn
 
 from skipless.config import ConnectionConfig
@@ -192,21 +194,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of finished runs")
     options = parser.parse_args()
     quick = options.quick
-    name = "universal_pretrained-quick.jsonl" if quick else "universal_pretrained.jsonl"
-    out = options.out or Path("runs") / name
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    runs = []
-    for row in ROWS:
-        for seed in SEEDS:
-            run = next((r for r in done if (r["row"], r["seed"]) == (row, seed)), None)
-            if run is None:  # in a process of its own, for its peak of memory
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    run = pool.apply(train, (row, seed, quick))
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with open(out, "a") as file:
-                    file.write(json.dumps(run) + "\n")
-                print(f"{row}, seed {seed}: {run['curve'][-1][2]:.4f}", flush=True)
-            runs.append(run)
+    done = Finished(options.out, f"universal_pretrained{'-quick' * quick}.jsonl")
+
+    def run(row: str, seed: int) -> dict[str, Any]:
+        """In a process of its own, for its peak of memory."""
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found = pool.apply(train, (row, seed, quick))
+        print(f"{row}, seed {seed}: {found['curve'][-1][2]:.4f}", flush=True)
+        return found
+
+    runs = [
+        done.get({"row": row, "seed": seed}, partial(run, row, seed))
+        for row in ROWS
+        for seed in SEEDS
+    ]
     figures = report(runs)
     print(json.dumps({"benchmark": "universal_pretrained", "threads": 1, "figures": figures}))
 

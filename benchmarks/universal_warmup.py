@@ -26,11 +26,12 @@ import json
 import math
 import statistics
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from _finished import Finished
 from torch import Tensor, nn
 
 from skipless import recipes
@@ -171,28 +172,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of finished runs")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    name = "universal_warmup-quick.jsonl" if options.quick else "universal_warmup.jsonl"
-    out = options.out or Path("runs") / name
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    runs = []
-    for seed in SEEDS[:1] if options.quick else SEEDS:
-        trained = None
-        for setting, (steps, lr, warmup) in SETTINGS.items():
-            for start in STARTS:
-                key = {"setting": setting, "start": start, "seed": seed}
-                run = next((r for r in done if key.items() <= r.items()), None)
-                if run is None:
-                    if trained is None:
-                        trained = pretrain(seed, 40 if options.quick else 300)
-                    model = begin(setting, start, seed, trained)
-                    run = key | {
-                        "curve": train(model, 40 if options.quick else steps, lr, warmup, seed)
-                    }
-                    out.parent.mkdir(parents=True, exist_ok=True)
-                    with open(out, "a") as file:
-                        file.write(json.dumps(run) + "\n")
-                    print(f"{setting} {start} seed {seed}: {run['curve'][-1]:.4f}", flush=True)
-                runs.append(run)
+    quick = options.quick
+    done = Finished(options.out, f"universal_warmup{'-quick' * quick}.jsonl")
+    trained = lru_cache(maxsize=1)(lambda seed: pretrain(seed, 40 if quick else 300))
+
+    def run(setting: str, start: str, seed: int) -> dict[str, Any]:
+        steps, lr, warmup = SETTINGS[setting]
+        model = begin(setting, start, seed, trained(seed))
+        curve = train(model, 40 if quick else steps, lr, warmup, seed)
+        print(f"{setting} {start} seed {seed}: {curve[-1]:.4f}", flush=True)
+        return {"curve": curve}
+
+    runs = [
+        done.get({"setting": setting, "start": start, "seed": seed},
+                 partial(run, setting, start, seed))
+        for seed in (SEEDS[:1] if quick else SEEDS)
+        for setting in SETTINGS
+        for start in STARTS
+    ]  # fmt: skip
     figures = report(runs)
     print(json.dumps({"benchmark": "universal_warmup", "threads": 1, "figures": figures}))
 

@@ -32,11 +32,13 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from _finished import Finished
 from torch import Tensor, nn
 
 from skipless.config import ConnectionConfig
@@ -253,9 +255,13 @@ def main() -> None:
     data = read_digits()
     steps, seeds = (40, 1) if options.quick else (200, 3)
     layers = {"vit": 2, "clip": 2} if options.quick else {"vit": 8, "clip": 4}
-    name = "vision_surgery-quick.jsonl" if options.quick else "vision_surgery.jsonl"
-    out = options.out or Path("runs") / name
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = Finished(options.out, f"vision_surgery{'-quick' * options.quick}.jsonl")
+
+    def run(wanted: tuple[Any, ...]) -> dict[str, Any]:
+        row = train(*wanted, data)
+        print(f"{wanted}: {row['score']:.3f} (loss {row['loss']:.3f})", flush=True)
+        return row
+
     keys = ("model", "kind", "layers", "steps", "seed")
     rows = []
     for wanted in [
@@ -264,14 +270,7 @@ def main() -> None:
         for m in MODELS
         for k in (*KINDS, LONGER)
     ]:
-        row = next((r for r in done if tuple(r[key] for key in keys) == wanted), None)
-        if row is None:
-            row = train(*wanted, data)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with open(out, "a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(f"{wanted}: {row['score']:.3f} (loss {row['loss']:.3f})", flush=True)
-        rows.append(row)
+        rows.append(done.get(dict(zip(keys, wanted, strict=True)), partial(run, wanted)))
     print(json.dumps({"benchmark": "vision_surgery", "threads": 1, "figures": report(rows)}))
 
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from _finished import Finished
 
 from skipless.evaluate.tasks import CORE8, Coder, find_tasks, score_requests
 from skipless.evaluate.tasks.asking import ask
@@ -76,14 +77,13 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(CORE8))
     parser.add_argument("--batch-size", type=int, default=8, help="lm-eval's")
     parser.add_argument("--chunk", type=int, default=50, help="questions a turn")
-    parser.add_argument("--out", type=Path, default=Path("runs/zero_shot.json"))
+    parser.add_argument("--out", type=Path, help="file of finished tasks")
     args = parser.parse_args()
     if importlib.util.find_spec("lm_eval") is None:
         print("left out: lm-eval is not installed (`pip install -e '.[eval]'`)")
         return
     if args.quick:
         args.limit, args.tasks = 4, ["boolq", "piqa"]
-        args.out = args.out.with_suffix(".quick.json")
     import transformers
 
     torch.set_num_threads(1)
@@ -94,15 +94,13 @@ def main() -> None:
     lm = wrap(model, tokenizer)
     lm.batch_size_per_gpu = args.batch_size
     settings = {"model": args.model, "limit": args.limit, "batch_size": args.batch_size}
-    kept = json.loads(args.out.read_text()) if args.out.exists() else {}
-    rows = kept["tasks"] if kept.get("settings") == settings else {}
+    done, rows = Finished(args.out, f"zero_shot{'-quick' * args.quick}.jsonl"), {}
     with local_tasks(args.tasks, "wheel") as (manager, names):
         for key, task in manager.load(names)["tasks"].items():
             name = key.removeprefix(PREFIX)
-            if name not in rows:
-                rows[name] = measure(name, task, model, coder, lm, args)
-                print(name, rows[name], file=sys.stderr, flush=True)
-                keep(args.out, {"settings": settings, "tasks": rows})
+            one = partial(measure, name, task, model, coder, lm, args)
+            rows[name] = done.get({**settings, "task": name}, one)
+            print(name, rows[name], file=sys.stderr, flush=True)
     print("| task | questions | acc | ours s | lm-eval s | ratio | largest difference |")
     print("|---|---|---|---|---|---|---|")
     for name, row in rows.items():
@@ -115,14 +113,6 @@ def main() -> None:
     figures = {name: {"value": float(f"{value:.3g}"), "target": targets.get(name, 1.0),
                       "better": "lower"} for name, value in found.items()}  # fmt: skip
     print(json.dumps({"benchmark": "zero_shot", "threads": 1, "figures": figures}))
-
-
-def keep(path: Path, found: dict[str, Any]) -> None:
-    """To a temporary name, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(found, indent=1))
-    beside.replace(path)
 
 
 if __name__ == "__main__":
