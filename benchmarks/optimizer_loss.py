@@ -32,8 +32,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
+from skipless.files import write_atomic
 from skipless.recipes.optimizers import KINDS, METHODS
-from skipless.rundir import write_atomic
 from skipless.sweep import run_sweep
 
 RATES = ("1e-3", "2e-3", "4e-3")

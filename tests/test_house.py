@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "skipless"
 FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
     ("errors",),
-    ("unread",),
+    ("unread", "files"),
     ("jsonable",),
     ("scheme",),
     ("checks",),
@@ -28,7 +28,7 @@ ORDER = [
     ("decoding", "hf", "export"),
     ("report",),
     ("diagnose",),
-    ("doctor",),
+    ("doctor", "serving"),
     ("rows",),
     ("demo",),
     ("sweep", "connections"),

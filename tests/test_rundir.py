@@ -11,7 +11,8 @@ import pytest
 from skipless import rundir
 from skipless.config import RunConfig
 from skipless.errors import UserError
-from skipless.rundir import RunDir, atomic_path, write_atomic
+from skipless.files import atomic_path, write_atomic
+from skipless.rundir import RunDir
 
 
 def test_create_then_reopen(tmp_path):

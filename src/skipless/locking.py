@@ -49,7 +49,7 @@ def locked(path: str | Path, *, what: str, timeout: float = 3600.0) -> Iterator[
 
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed processes left beside `folder` under temporary names (see
-    `rundir.atomic_path`). Only for the holder of that folder's lock."""
+    `files.atomic_path`). Only for the holder of that folder's lock."""
     for old in folder.parent.glob(f".{folder.name}.*.tmp"):
         shutil.rmtree(old, ignore_errors=True)
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skipless.errors import UserError
+from skipless.files import make_directory
 from skipless.log import make_progress, say
-from skipless.rundir import CONFIG, RunDir, json_row, make_directory
+from skipless.rundir import CONFIG, RunDir, json_row
 
 MEASURE_SHARE = 0.15
 """Measuring a row takes about this share of training it (8 layers of width 128)."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import platform
 import shlex
@@ -32,6 +31,12 @@ from typing import Any
 
 from skipless.config import RunConfig, from_json, to_json
 from skipless.errors import UserError
+from skipless.files import (
+    disk_error,
+    make_directory,
+    to_strict_json,
+    write_atomic,
+)
 from skipless.jsonable import leaves, parse_json, read_text
 from skipless.locking import try_lock
 
@@ -43,83 +48,6 @@ OWN_FILES = (
     "prune.json", "tensorboard", "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl",
 )  # fmt: skip
 """Everything that training and measuring write into a run directory, temporaries apart."""
-
-
-@contextlib.contextmanager
-def atomic_path(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; rename it to `path` when the block succeeds.
-
-    On any exception the temporary file or folder is removed and `path` stays as it was. OSError
-    (disk full, no permission) becomes a UserError that names the path.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        if temporary.is_dir() and path.is_dir():
-            old = temporary.with_suffix(".old")
-            os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong first is what must be told
-            remove(temporary)
-        if isinstance(error, OSError):
-            raise _disk_error(path, error) from error
-        raise
-
-
-def make_directory(path: str | Path) -> Path:
-    """Make `path` and its parents unless they exist. Raises UserError when the disk refuses."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _disk_error(Path(path), error) from error
-    return Path(path)
-
-
-def remove(path: Path) -> None:
-    """Delete a file, a link or a whole folder, whichever it is; nothing there is fine."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def write_atomic(path: str | Path, content: bytes | str) -> Path:
-    """Write `content` to `path` through a temporary name. Returns the path."""
-    data = content.encode() if isinstance(content, str) else content
-    with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return Path(path)
-
-
-def _disk_error(path: Path, error: OSError) -> UserError:
-    reason = error.strerror or str(error)
-    return UserError(
-        f"cannot write {path}: {reason}; what was there before is untouched, so free space or fix "
-        "the permission and run the same command again"
-    )
-
-
-def to_strict_json(value: Any, **options: Any) -> str:
-    """JSON that every reader accepts: NaN and infinities become null."""
-    return json.dumps(_finite(value), allow_nan=False, **options)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value
 
 
 class RunDir:
@@ -186,7 +114,7 @@ class RunDir:
         try:
             names = [entry.name for entry in self.path.iterdir()]
         except OSError as error:
-            raise _disk_error(self.path, error) from error
+            raise disk_error(self.path, error) from error
         begun = ENVIRONMENT in names or any(name.startswith(f".{CONFIG}.") for name in names)
         return all(map(_is_own, names)) and (begun or set(names) <= {LOCK})
 
@@ -209,7 +137,7 @@ class RunDir:
                     os.replace(entry, aside / entry.name)
             shutil.rmtree(aside)
         except OSError as error:
-            raise _disk_error(self.path, error) from error
+            raise disk_error(self.path, error) from error
 
     def _own_config(self) -> RunConfig | None:
         try:
@@ -266,7 +194,7 @@ class RunDir:
                 file.write(str(os.getpid()))
                 file.flush()
             except OSError as error:
-                raise _disk_error(self / LOCK, error) from error
+                raise disk_error(self / LOCK, error) from error
             yield
 
     def append(self, name: str, row: dict[str, Any]) -> None:
@@ -285,7 +213,7 @@ class RunDir:
                         os.truncate(path, start)
                     raise
         except OSError as error:
-            raise _disk_error(path, error) from error
+            raise disk_error(path, error) from error
 
     def read_jsonl(self, name: str) -> list[dict[str, Any]]:
         """All rows; an unfinished last line is left out. Missing file: no rows."""

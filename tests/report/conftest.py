@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skipless.config import ConnectionConfig, ModelConfig, OptimizerRecipe, RunConfig, TrainConfig
-from skipless.rundir import to_strict_json
+from skipless.files import to_strict_json
 
 SCHEMES = ("W8A12", "W8A8", "W8A6", "W8A5", "W8A4", "W4A4")
 RISE = {"W8A12": 0.0, "W8A8": 0.002, "W8A6": 0.05, "W8A5": 0.25, "W8A4": 0.9, "W4A4": 1.0}

@@ -8,12 +8,12 @@ import pytest
 
 from skipless import recipes
 from skipless.errors import UserError
+from skipless.files import to_strict_json
 from skipless.jsonable import override
 from skipless.recipes.connections import KINDS, name_of
 from skipless.report import join_numbers
 from skipless.report.join_page import build_connection_report
 from skipless.report.load import load_run
-from skipless.rundir import to_strict_json
 
 STEPS, WARM_UP = 40, 10
 UNIGRAM = 6.2

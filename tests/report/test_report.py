@@ -155,7 +155,7 @@ def test_settings_show_what_differs(four):
 
 def test_nothing_written_when_the_disk_refuses(make, tmp_path, monkeypatch):
     import skipless.report.build as build
-    import skipless.rundir as rundir
+    from skipless import files
 
     runs = [make(tmp_path / "run")]
     out = tmp_path / "out" / "report.html"
@@ -166,7 +166,7 @@ def test_nothing_written_when_the_disk_refuses(make, tmp_path, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rundir.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(UserError, match="No space left"):
         build_report(runs, out)
     assert out.read_text() == "old"

@@ -22,7 +22,7 @@ from skipless.data.shards import write_shard
 from skipless.data.splits import choose_held_out, cut, digest
 from skipless.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_hash, train_tokenizer
 from skipless.errors import UserError
-from skipless.rundir import write_atomic
+from skipless.files import write_atomic
 
 
 @dataclass(frozen=True)

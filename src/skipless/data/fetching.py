@@ -28,8 +28,8 @@ from skipless import log
 from skipless.data.catalog import SOURCES, Package, Source
 from skipless.data.documents import Document, hash_file
 from skipless.errors import UserError
+from skipless.files import atomic_path
 from skipless.locking import locked, remove_leftovers
-from skipless.rundir import atomic_path
 
 CLEANING = 1
 """Raised whenever `clean` or a reader changes, so that old caches are not mistaken for new ones."""

@@ -19,8 +19,8 @@ from skipless import log
 from skipless.data.documents import clean
 from skipless.data.fetching import Fetched, UnreachableError, open_cached
 from skipless.errors import UserError, suggestion
+from skipless.files import atomic_path
 from skipless.locking import locked, remove_leftovers
-from skipless.rundir import atomic_path
 
 _OPTIONS = {"config": "", "split": "train", "characters": "100000000"}
 

@@ -31,8 +31,8 @@ from skipless.data.documents import fingerprint, read_path
 from skipless.data.shards import Shard, rebuild
 from skipless.data.tokenizer import load_tokenizer, tokenizer_hash
 from skipless.errors import UserError, suggestion
+from skipless.files import atomic_path
 from skipless.locking import locked, remove_leftovers
-from skipless.rundir import atomic_path
 
 FORMAT = 1
 FALLBACK = "cpython"

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from skipless.errors import UserError
-from skipless.rundir import atomic_path, write_atomic
+from skipless.files import atomic_path, write_atomic
 
 FORMAT = "skipless-shard-1"
 _DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from skipless.errors import UserError
-from skipless.rundir import write_atomic
+from skipless.files import write_atomic
 
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "[SEP]")

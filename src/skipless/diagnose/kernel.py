@@ -19,10 +19,10 @@ from torch import Tensor
 
 from skipless.data import cache_dir
 from skipless.errors import UserError
+from skipless.files import atomic_path
 from skipless.locking import locked
 from skipless.probes.outliers import Fused
 from skipless.quant.building import find_compiler, supported_levels
-from skipless.rundir import atomic_path
 
 SOURCE = Path(__file__).parent / "kernels" / "sums.cpp"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from skipless.diagnose.streaming import loaded_parameters
 from skipless.errors import UserError
+from skipless.files import to_strict_json, write_atomic
 from skipless.jsonable import parse_json, read_text
 from skipless.locking import try_lock
-from skipless.rundir import to_strict_json, write_atomic
 
 FOLDER = "parts"
 LOCK = "lock"

@@ -18,9 +18,9 @@ from skipless.diagnose.page import page
 from skipless.diagnose.parts import RESULT
 from skipless.diagnose.plots import draw
 from skipless.diagnose.result import Diagnosis
+from skipless.files import to_strict_json, write_atomic
 from skipless.report.csv_text import csv_text
 from skipless.report.plots import Figure
-from skipless.rundir import to_strict_json, write_atomic
 
 PAGE = "index.html"
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skipless.errors import UserError
-from skipless.rundir import atomic_path
+from skipless.files import atomic_path
 
 
 def free_file(out: str | Path, suffix: str) -> Path:

@@ -17,9 +17,9 @@ from skipless import log
 from skipless.data.documents import hash_file
 from skipless.data.fetching import cache_dir, fetch_archive
 from skipless.errors import UserError
+from skipless.files import atomic_path
 from skipless.locking import locked, remove_leftovers
 from skipless.pretrained.catalog import MODELS, Pretrained
-from skipless.rundir import atomic_path
 
 __all__ = ["HEADER", "fetch_model", "models"]
 

@@ -26,10 +26,11 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.files import make_directory
 from skipless.probes.gradients import gradient_norms
 from skipless.probes.probe import Probe
 from skipless.probes.writers import open_writers
-from skipless.rundir import CONFIG, RunDir, make_directory
+from skipless.rundir import CONFIG, RunDir
 from skipless.sharded import full
 from skipless.sites import Site, find_sites
 

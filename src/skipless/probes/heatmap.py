@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from skipless.errors import UserError, suggestion
-from skipless.rundir import RunDir, atomic_path
+from skipless.files import atomic_path
+from skipless.rundir import RunDir
 
 PROBES = "probes.jsonl"
 TABLES = {"sites": "site", "geometry": "module", "attention": "module"}

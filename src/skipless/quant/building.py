@@ -28,8 +28,8 @@ import torch
 
 from skipless import log
 from skipless.errors import UserError
+from skipless.files import atomic_path
 from skipless.locking import locked
-from skipless.rundir import atomic_path
 
 KERNELS = Path(__file__).parent / "kernels"
 LEVELS = {

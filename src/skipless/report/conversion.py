@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipless.files import write_atomic
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE
 from skipless.report.style import INK, PALETTE
-from skipless.rundir import write_atomic
 
 __all__ = ["draw_conversions", "draw_untrained"]
 

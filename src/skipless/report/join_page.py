@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skipless.errors import UserError
+from skipless.files import to_strict_json, write_atomic
 from skipless.jsonable import leaves, to_json
 from skipless.recipes.connections import KINDS
 from skipless.report import join_numbers
@@ -26,7 +27,6 @@ from skipless.report.load import RunData, load_run
 from skipless.report.plots import Figure
 from skipless.report.style import css_variables
 from skipless.report.stylesheet import css
-from skipless.rundir import to_strict_json, write_atomic
 
 TITLE = "Ways for a sublayer to join the stream"
 HOW = (

@@ -17,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from skipless.files import to_strict_json, write_atomic
 from skipless.report.canvas import Pen, Series, log_scale_if_wide, render, series_rows
 from skipless.report.csv_text import csv_text
 from skipless.report.frame import document, glossary, listed, number, sortable, word
@@ -25,7 +26,6 @@ from skipless.report.html import figure_html, section
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE
 from skipless.report.plots import Figure
 from skipless.report.timeline import Timeline, label, quantity, read_timeline, where
-from skipless.rundir import to_strict_json, write_atomic
 
 SERIES = (
     Series("training loss", RESIDUAL, "Muon"),

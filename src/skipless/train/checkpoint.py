@@ -30,9 +30,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.files import remove, write_atomic
 from skipless.jsonable import parse_json, read_text
 from skipless.log import say
-from skipless.rundir import remove, write_atomic
 from skipless.train.distributed import World
 from skipless.train.tree import pack, tensor_paths, unpack
 

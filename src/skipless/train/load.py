@@ -19,9 +19,10 @@ from torch import nn
 from skipless.config import RunConfig
 from skipless.data import PreparedData, load_tokenizer, prepare
 from skipless.errors import UserError
+from skipless.files import atomic_path
 from skipless.log import say
 from skipless.model import Transformer
-from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir, atomic_path, continue_command
+from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir, continue_command
 from skipless.train import checkpoint
 from skipless.train.distributed import World, whole
 from skipless.train.result import check_weights, read_result

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skipless.evaluate.tasks.catalog import CORE8
-from skipless.rundir import make_directory, to_strict_json, write_atomic
+from skipless.files import make_directory, to_strict_json, write_atomic
 
 JSON, MARKDOWN, PLOT, DOCUMENTS = "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl"
 

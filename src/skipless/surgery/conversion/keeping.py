@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.rundir import CHECKPOINTS, LOCK, RunDir, remove
+from skipless.files import remove
+from skipless.rundir import CHECKPOINTS, LOCK, RunDir
 from skipless.surgery.conversion.results import RECORD_FILE, Conversion, Stage
 from skipless.surgery.conversion.settings import ConversionConfig
 from skipless.train import checkpoint
