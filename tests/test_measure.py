@@ -182,7 +182,7 @@ def test_closer_looks_are_at_the_lowest_scheme_named_and_the_file_keeps_the_runs
     said = []
     result = quantize_run(
         run, schemes=("W8A4", "W4A8-a:token", "W8A8", "W16Afp"), scopes=("linear",), by_layer=True,
-        say=said.append,
+        all_but_one=True, say=said.append,
     )  # fmt: skip
     place = {"scheme": "W4A8-a:token", "scope": "linear"}
     for part in ("error", "sqnr", "sensitivity"):
@@ -192,6 +192,11 @@ def test_closer_looks_are_at_the_lowest_scheme_named_and_the_file_keeps_the_runs
     assert {(r["kind"], r["bits"]) for r in weights} == {("weight", 4)} and len(weights) == 12
     assert weights[0]["site"] == "layers.0.self_attn.q_proj"
     assert [r["layer"] for r in result["sensitivity"]["rows"]] == [0, 1]
+    without = result["sensitivity"]["all_but_one"]
+    assert [r["layer"] for r in without] == [0, 1]
+    # Of two layers, keeping one is quantising the other alone.
+    alone = [r["loss"] for r in result["sensitivity"]["rows"]]
+    assert [r["loss"] for r in without] == alone[::-1]
     after = read(run, "quant.json")
     assert after["error"] == whole["error"] and after["sqnr"] == whole["sqnr"]
     assert after["sensitivity"] == result["sensitivity"]

@@ -112,12 +112,14 @@ def quantize_run(
     overrides: tuple[str, ...] = (),
     num_tokens: int | None = None,
     by_layer: bool = False,
+    all_but_one: bool = False,
     say: Say = _quiet,
 ) -> dict[str, Any]:
     """Loss under simulated quantisation, error by depth and SQNR by tensor -> quant.json.
 
-    Error by depth (S9), SQNR (S3) and, with `by_layer`, the loss with one layer quantised are of
-    the scheme with the fewest bits among `schemes`, of evaluate.error_scheme if none was named.
+    Error by depth (S9), SQNR (S3) and, with `by_layer`, the loss with one layer quantised (with
+    `all_but_one` also with one layer left out) are of the scheme with the fewest bits among
+    `schemes`, of evaluate.error_scheme if none was named.
     `methods` (`skipless.quant.methods`) are measured beside rounding to the nearest, calibrated on
     training batches; their rows are kept apart, in "methods". `overrides`, PATTERN=SCHEME, sets
     modules apart in every scheme. Returns what was asked for. The
@@ -167,6 +169,11 @@ def quantize_run(
         say(f"loss with one layer at {closer}")
         rows = sensitivity(run.model, closer, few, scope, calibration=calibration)
         result["sensitivity"] = what | {"rows": rows}
+        if all_but_one:
+            say(f"loss with all layers but one at {closer}")
+            result["sensitivity"]["all_but_one"] = sensitivity(
+                run.model, closer, few, scope, keep="one", calibration=calibration
+            )
     _keep_table(run, result, say)
     return result
 

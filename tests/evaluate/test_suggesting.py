@@ -7,7 +7,7 @@ import torch
 
 from skipless.config import ConnectionConfig, ModelConfig
 from skipless.errors import UserError
-from skipless.evaluate import loss, suggest_scheme, suggesting
+from skipless.evaluate import loss, prefixes, suggest_scheme
 from skipless.model import Transformer
 from skipless.quant import quantization, quantized
 
@@ -75,7 +75,7 @@ def test_kept_outputs_change_nothing_and_save_work(fragile, texts, by, bits, mon
     kept = suggest_scheme(fragile, texts, "W3A8", "W8A8", **options)
     with_kept = len(runs)
     runs.clear()
-    monkeypatch.setattr(suggesting, "KEPT_BYTES", 0)
+    monkeypatch.setattr(prefixes, "KEPT_BYTES", 0)
     whole = suggest_scheme(fragile, texts, "W3A8", "W8A8", **options)
     handle.remove()
     assert kept.scheme == whole.scheme and kept.steps == whole.steps and kept.steps

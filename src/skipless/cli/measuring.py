@@ -56,6 +56,7 @@ def quantize(
     data: Annotated[str | None, option("NAME", default="")] = None,
     num_tokens: Tokens = None,
     by_layer: Switch = False,
+    all_but_one: Switch = False,
     suggest: Annotated[tuple[str, ...], option("LOW HIGH", default="")] = (),
     max_increase: Annotated[float | None, option("NATS", default="0.05")] = None,
     max_bits: Annotated[float | None, option("BITS", default="no limit")] = None,
@@ -74,12 +75,13 @@ def quantize(
         scopes: linear (inputs of linear layers), block (also sublayer outputs and the stream),
             all (also queries, keys, values, probabilities).
         methods: beside rounding to the nearest, calibrated on other text: smooth, awq, hadamard,
-            stream, outliers, gptq, codebook, and combinations such as smooth+gptq.
+            stream, rotation:learned, outliers, gptq, codebook; smooth+gptq combines two.
         override: modules set apart in every scheme, by name: layers.0.mlp.*=W8A8, or =fp for full
             precision; the last that matches counts.
         text: a file or folder of text, for a model that is no run.
         data: a name of `data list`, for the same.
         by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
+        all_but_one: with --by-layer, also the loss with all layers quantised but one.
         suggest: instead, a scheme between two, such as W4A4 W8A8: layers are raised one by one.
         max_increase: what the suggestion may cost, in nats a token.
         max_bits: what it may take, in bits a weight.
@@ -88,12 +90,14 @@ def quantize(
     if suggest:
         _refuse_beside_suggest(
             {"--schemes": schemes, "--override": override, "--by-layer": by_layer,
-             "--text": text, "--data": data}
+             "--all-but-one": all_but_one, "--text": text, "--data": data}
         )  # fmt: skip
         _suggest(model, suggest, scopes, methods, max_increase, max_bits, tokens, json)
         return
     if max_increase is not None or max_bits is not None:
         raise UserError("--max-increase and --max-bits go with --suggest LOW HIGH")
+    if all_but_one and not by_layer:
+        raise UserError("--all-but-one goes with --by-layer, beside whose rows it is read")
     Scheme.parse("W8A8").with_overrides(override)
     if not _is_run(model) and (text or data):
         _quantize_model(model, schemes, scopes, methods, override, text, data, tokens, json)
@@ -118,6 +122,7 @@ def quantize(
         overrides=override,
         num_tokens=tokens,
         by_layer=by_layer,
+        all_but_one=all_but_one,
         say=lambda text: None if json else say(text),
     )
     print_json(result) if json else print(*quantize_lines(result), sep="\n")

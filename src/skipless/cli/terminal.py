@@ -12,7 +12,7 @@ NUM_WORST = 5
 
 def print_json(value: Any) -> None:
     """One strict JSON document on stdout: what is not finite is null."""
-    from skipless.rundir import to_strict_json
+    from skipless.files import to_strict_json
 
     print(to_strict_json(value, indent=2))
 
@@ -159,14 +159,28 @@ def _depth(error: dict[str, Any]) -> list[str]:
 
 
 def _layers(table: dict[str, Any]) -> list[str]:
-    """The loss with one layer quantised, worst first."""
-    rows = sorted(table["rows"], key=lambda row: -row["increase"])
+    """The loss with one layer quantised, and with all but one, worst first."""
+    where = f"{table['scheme']}, scope {table['scope']}"
+    lines = [
+        "", f"increase of the loss in nats with one layer alone at {where}",
+        *_costs(table["rows"], "increase", "standard_error"),
+    ]  # fmt: skip
+    if "all_but_one" in table:
+        rows = table["all_but_one"]
+        everything = rows[0]["increase"] + rows[0]["recovered"]
+        lines += [
+            "", f"what one layer in full precision takes off the {everything:+.5f} nats of all at "
+            f"{where}", *_costs(rows, "recovered", "recovered_error"),
+        ]  # fmt: skip
+    return lines
+
+
+def _costs(rows: Sequence[dict[str, Any]], what: str, error: str) -> list[str]:
     cells = [
-        (str(r["layer"]), f"{r['increase']:+.5f}", "± " + _show(r["standard_error"], ".5f"))
-        for r in rows
+        (str(r["layer"]), f"{r[what]:+.5f}", "± " + _show(r[error], ".5f"))
+        for r in sorted(rows, key=lambda row: -row[what])
     ]
-    title = f"increase of the loss in nats with one layer alone at {table['scheme']}, scope "
-    return ["", title + table["scope"], *aligned([("layer", "increase", ""), *cells])]
+    return aligned([("layer", what, ""), *cells])
 
 
 def _show(value: float | None, form: str) -> str:

@@ -1,19 +1,33 @@
-"""Which layer hurts: the loss when one layer alone is quantised (leave-one-in).
+"""Which layer hurts: the loss when one layer alone is quantised, or all but one.
 
-Read by the CLI and by whoever chooses where to spend bits.
+keep="others"  one layer quantised, the others in full precision: the damage that it does by itself
+keep="one"     one layer in full precision, the others quantised: the damage that is left without it
+
+Were damages to add up, what a layer costs alone would be what keeping it gives back. They do not:
+noise of one layer is amplified, absorbed or drowned by others, and the difference of the two is the
+interaction. A pass takes the outputs of the blocks before the layer from the pass it is compared
+with, where that gives the same loss exactly (it is tried). Read by the CLI and by whoever chooses
+where to spend bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from skipless.errors import UserError
-from skipless.evaluate.losses import as_list, sequence_losses
+from skipless.errors import UserError, check_choice
+from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
+from skipless.evaluate.prefixes import Prefixes
 from skipless.quant import Scheme, quantized
-from skipless.quant.targets import find_targets
+from skipless.quant.methods import parse_methods
+from skipless.quant.targets import ActivationTarget, WeightTarget, find_targets
+from skipless.scheme import FULL_PRECISION
+
+LOCAL = ("rtn", "gptq", "codebook")
+"""Methods that leave every tensor outside the layers they round as it is."""
 
 
 def sensitivity(
@@ -22,42 +36,125 @@ def sensitivity(
     batches: Iterable[Any],
     scope: str = "block",
     *,
+    keep: str = "others",
+    by: str = "layer",
     method: str = "rtn",
     calibration: Iterable[Any] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Loss with only one layer's weights and sites quantised, a row a layer in order of depth.
+    """Loss with one layer quantised, or with `keep` "one" all but one, a row a layer by depth.
 
-    Keys: layer, loss, increase (nats a token), standard_error (paired), num_weights, num_sites.
-    Errors interact, so that the increases do not add up to that of the whole model. Raises
-    UserError for a model without numbered layers, and as `loss` and `quantize` do.
+    `by` "layer" takes whole blocks, "module" single linear layers with their inputs, also those
+    outside the blocks. Keys: layer (number, or name), loss, increase (nats a token over full
+    precision), standard_error (paired), num_weights, num_sites (of the layer); with "one" also
+    recovered (nats that keeping the layer takes off the whole model's increase) and
+    recovered_error (paired). Errors interact, so that neither adds up to the increase of the whole
+    model. Raises UserError for a model without numbered layers, for a single layer that is to be
+    kept, and as `loss` and `quantize` do.
     """
+    check_choice("keep", keep, ("others", "one"))
+    check_choice("by", by, ("layer", "module"))
     scheme = Scheme.parse(scheme)
-    batches = list(as_list(batches))
-    calibration = None if calibration is None else list(as_list(calibration))
-    weights, activations = find_targets(model, scheme, scope)
-    layers = sorted({t.layer for t in weights if t.layer is not None})
-    if not layers:
+    data = list(as_list(batches))
+    samples = None if calibration is None else list(as_list(calibration))
+    units = _units(model, scheme, scope, keep, by)
+    if keep == "one" and len(units) < 2:
         raise UserError(
-            f"{type(model).__name__} has no numbered layers to take one at a time; use "
-            "precision_table for the whole model"
+            f"{type(model).__name__} has one {by} to quantise, and nothing is left without it; "
+            "keep='others' measures it alone"
         )
-    full = sequence_losses(model, batches)
+    options: dict[str, Any] = {"method": method, "calibration": samples}
+
+    def measure() -> SequenceLosses:
+        return sequence_losses(model, data)
+
+    prefixes = Prefixes(model)
+    if any(each.name not in LOCAL for each in parse_methods(method)):
+        prefixes.kept = None
+    if keep == "others":
+        full = everything = _recorded(prefixes, measure)
+    else:
+        full = measure()
+        with quantized(model, scheme, scope, **options):
+            everything = _recorded(prefixes, measure)
     rows = []
-    for layer in layers:
-        with quantized(
-            model, scheme, scope, method=method, calibration=calibration, layers=[layer]
-        ):
-            found = sequence_losses(model, batches)
+    for name, unit in units.items():
+        before = prefixes.before(unit.modules)
+        with quantized(model, unit.scheme, scope, layers=unit.layers, **options):
+            found = prefixes.replay(before, measure)
         row = {
-            "layer": layer,
+            "layer": name,
             "loss": found.nats,
             "increase": found.nats - full.nats,
             "standard_error": found.standard_error(full),
-            "num_weights": sum(t.layer == layer for t in weights),
-            "num_sites": sum(t.site.layer == layer for t in activations),
+            "num_weights": len(unit.weights),
+            "num_sites": len(unit.sites),
         }
+        if keep == "one":
+            row["recovered"] = everything.nats - found.nats
+            row["recovered_error"] = found.standard_error(everything)
         rows.append(row)
         if on_row is not None:
             on_row(row)
     return rows
+
+
+def _recorded(prefixes: Prefixes, measure: Callable[[], SequenceLosses]) -> SequenceLosses:
+    """`measure` of a whole pass, whose outputs are kept if giving them back gives the same."""
+    found = prefixes.record(measure)
+    if prefixes.kept is not None:
+        again = prefixes.replay(list(prefixes.kept)[:-1], measure)
+        if again.nats != found.nats:
+            prefixes.kept = None
+    return found
+
+
+@dataclass(kw_only=True)
+class _Unit:
+    """What is taken apart at once."""
+
+    weights: list[WeightTarget]
+    sites: list[ActivationTarget]
+    modules: list[str]
+    """Names of all modules that are touched."""
+    layers: set[int | None] | None = None
+    """For a whole layer the layers to quantise,"""
+    scheme: Scheme
+    """and for a module the scheme that leaves out the others, or it."""
+
+
+def _units(
+    model: nn.Module, scheme: Scheme, scope: str, keep: str, by: str
+) -> dict[int | str, _Unit]:
+    weights, sites = find_targets(model, scheme, scope)
+    units: dict[int | str, _Unit] = {}
+    if by == "module":
+        for target in weights:
+            names = target.modules
+            if not names[0]:
+                raise UserError("the model is a single linear layer; there is nothing beside it")
+            inputs = [s for s in sites if s.site.module in names and s.site.kind == "linear_input"]
+            apart = [(name, FULL_PRECISION) for name in names]
+            if keep == "others":
+                apart = [("*", FULL_PRECISION), *((name, str(target.scheme)) for name in names)]
+            units[names[0]] = _Unit(
+                weights=[target], sites=inputs, modules=list(names),
+                scheme=replace(scheme, overrides=(*scheme.overrides, *apart)),
+            )  # fmt: skip
+        return units
+    every = {t.layer for t in weights} | {t.site.layer for t in sites}
+    layers = sorted({t.layer for t in weights if t.layer is not None})
+    if not layers:
+        raise UserError(
+            f"{type(model).__name__} has no numbered layers to take one at a time; use "
+            "by='module', or precision_table for the whole model"
+        )
+    for layer in layers:
+        own = [t for t in weights if t.layer == layer]
+        inside = [t for t in sites if t.site.layer == layer]
+        modules = [name for t in own for name in t.modules] + [t.site.module for t in inside]
+        units[layer] = _Unit(
+            weights=own, sites=inside, modules=modules, scheme=scheme,
+            layers={layer} if keep == "others" else every - {layer},
+        )  # fmt: skip
+    return units

@@ -12,8 +12,7 @@ no optimum: two layers that help only together are not seen. Read by the command
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +20,10 @@ from torch import nn
 
 from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
-from skipless.quant import Scheme, quantization, quantized
-from skipless.quant.sources import all_outputs
+from skipless.evaluate.prefixes import Prefixes
+from skipless.quant import Scheme, quantized
 from skipless.quant.targets import find_targets
 from skipless.sites import block_names
-
-KEPT_BYTES = 2**31
-"""Outputs of blocks are kept up to this size; above, every pass runs whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,9 +151,7 @@ class _Search:
         self.units, self.options = units, options
         self.num_measured = 0
         self.total = sum(units.values())
-        self.blocks = block_names(model)
-        self.kept: dict[str, list[Any]] | None = {} if len(self.blocks) > 1 else None
-        """Outputs by block, in the order of running; None where passes run whole."""
+        self.prefixes = Prefixes(model)
         self.expected: float | None = None
 
     def scheme(self, raised: Sequence[str]) -> Scheme:
@@ -175,44 +169,32 @@ class _Search:
 
     def at(self, raised: Sequence[str]) -> SequenceLosses:
         """Loss of a whole pass; keeps the outputs of blocks for the candidates of this step."""
-        if self.kept is None:
+        if self.prefixes.kept is None:
             return self.whole(self.scheme(raised))
         self.num_measured += 1
         with quantized(self.model, self.scheme(raised), **self.options):
-            with _keeping(self.model, self.blocks) as kept:
-                found = sequence_losses(self.model, self.batches)
-            calls = {len(outputs) for outputs in kept.values()}
-            usable = len(kept) == len(self.blocks) and len(calls) == 1
-            self.kept = kept if usable and _size(kept) <= KEPT_BYTES else None
+            found = self.prefixes.record(self._measure)
             # What the last raise was measured to give, or what a pass through kept outputs gives.
-            if self.kept is not None and self.expected is None:
-                with _replaying(self.model, dict(list(kept.items())[:-1])):
-                    self.expected = sequence_losses(self.model, self.batches).nats
+            if self.prefixes.kept is not None and self.expected is None:
+                blocks = list(self.prefixes.kept)[:-1]
+                self.expected = self.prefixes.replay(blocks, self._measure).nats
             if self.expected != found.nats:
-                self.kept = None
+                self.prefixes.kept = None
         return found
 
     def raising(self, raised: Sequence[str], name: str) -> float:
         """The loss in nats with `name` raised as well."""
-        before = self._before(name)
         self.num_measured += 1
-        with (
-            quantized(self.model, self.scheme([*raised, name]), **self.options),
-            _replaying(self.model, before),
-        ):
-            return sequence_losses(self.model, self.batches).nats
+        with quantized(self.model, self.scheme([*raised, name]), **self.options):
+            return self.prefixes.replay(self.prefixes.before([name]), self._measure).nats
+
+    def _measure(self) -> SequenceLosses:
+        return sequence_losses(self.model, self.batches)
 
     def cost(self, name: str) -> int:
         """Bits that raising `name` takes."""
         wider = self.high.weight_bits - self.low.weight_bits
         return self.units[name] * (wider or _width(self.high) - _width(self.low))
-
-    def _before(self, name: str) -> dict[str, list[Any]]:
-        """Outputs of the blocks that have run when the one that holds `name` begins."""
-        kept = self.kept or {}
-        order = list(kept)
-        inside = [i for i, b in enumerate(order) if name == b or name.startswith(f"{b}.")]
-        return {block: kept[block] for block in order[: inside[0]]} if inside else {}
 
 
 def _check(low: Scheme, high: Scheme, max_bits: float | None) -> None:
@@ -250,67 +232,3 @@ def _units(model: nn.Module, low: Scheme, scope: str, by: str) -> dict[str, int]
         name = next((b for b in blocks if name.startswith(f"{b}.")), name)
         units[name] = units.get(name, 0) + target.parameter.numel()
     return units
-
-
-def _size(kept: dict[str, list[Any]]) -> int:
-    """Bytes of the outputs kept."""
-    tensors = {id(t): t for outputs in kept.values() for out in outputs for t in all_outputs(out)}
-    return sum(t.numel() * t.element_size() for t in tensors.values())
-
-
-@contextmanager
-def _keeping(model: nn.Module, blocks: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
-    """What each block's `forward` returns, before hooks, call by call, in the order of running.
-
-    Ends up empty if a block ran twice before all had run once.
-    """
-    kept: dict[str, list[Any]] = {}
-    order: list[str] = []
-
-    def wrap(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def keep(*args: Any, **kwargs: Any) -> Any:
-            out = forward(*args, **kwargs)
-            kept.setdefault(name, []).append(out)
-            order.append(name)
-            return out
-
-        return keep
-
-    forwards = {name: wrap(name, model.get_submodule(name).forward) for name in blocks}
-    with _forwards(model, forwards):
-        yield kept
-    if order != list(kept) * (len(order) // max(1, len(kept))):
-        kept.clear()
-
-
-@contextmanager
-def _replaying(model: nn.Module, before: dict[str, list[Any]]) -> Iterator[None]:
-    """Blocks in `before` return what they returned; their hooks run, those inside do not."""
-
-    def replay(outputs: list[Any]) -> Callable[..., Any]:
-        each = iter(outputs)
-        return lambda *args, **kwargs: next(each)
-
-    record = quantization(model)
-    assert record is not None, "quantized() left no record"
-    for site in record.activations:
-        if any(site.site.module.startswith(f"{name}.") for name in before):
-            record.state.unseen.discard(site.site.name)
-    with _forwards(model, {name: replay(outputs) for name, outputs in before.items()}):
-        yield
-
-
-@contextmanager
-def _forwards(model: nn.Module, forwards: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Blocks computed by other functions for the length of a with statement."""
-    own = {name: model.get_submodule(name).__dict__.get("forward") for name in forwards}
-    try:
-        for name, function in forwards.items():
-            model.get_submodule(name).__dict__["forward"] = function
-        yield
-    finally:
-        for name, before in own.items():
-            module = model.get_submodule(name)
-            module.__dict__.pop("forward", None)
-            if before is not None:
-                module.__dict__["forward"] = before
