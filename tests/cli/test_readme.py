@@ -21,7 +21,9 @@ from skipless.cli import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
-READERS = ("eval", "probe", "quantize", "report", "show", "doctor", "diagnose", "export")
+READERS = (
+    "eval", "probe", "quantize", "report", "show", "doctor", "diagnose", "export", "generate",
+)  # fmt: skip
 ONLY_PARSED = ("convert", "prune", "fold")
 """They take minutes on the models that the pages name; tests/surgery runs them on tiny ones."""
 
@@ -124,6 +126,11 @@ def test_skipless_commands_run(
             "skipless.diagnose.loading.find_model",
             lambda _: str(tiny_llama(tmp_path / "small")),
         )
+    if name == "generate":
+        monkeypatch.setattr(
+            "skipless.diagnose.loading.find_model",
+            lambda _: str(writing_llama(tmp_path / "small", text_file)),
+        )
     assert name in COMMANDS or name.startswith("-")
     if name in ONLY_PARSED:
         called = []
@@ -148,12 +155,21 @@ def test_skipless_commands_run(
         Path(target).write_text(output)
 
 
-def tiny_llama(path: Path) -> Path:
+def writing_llama(path: Path, text_file: Path) -> Path:
+    """A folder of a random Llama with a tokenizer."""
+    from skipless.data.tokenizer import train_tokenizer
+
+    folder = tiny_llama(path, vocab_size=300)
+    train_tokenizer([text_file.read_text()], 300, folder / "tokenizer.json")
+    return folder
+
+
+def tiny_llama(path: Path, vocab_size: int = 40) -> Path:
     """A folder of a random Llama of three layers."""
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        vocab_size=40, bos_token_id=1, eos_token_id=2,
+        vocab_size=vocab_size, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(path / "llama")
     return path / "llama"

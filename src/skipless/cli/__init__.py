@@ -11,6 +11,7 @@ has its name in GROUPS:
     training.py   what trains: demo, train, sweep, compare-connections
     measuring.py  what reads trained runs: probe, quantize, report
     evaluating.py what asks a model questions: eval
+    generating.py what has a model write: generate
     diagnosing.py what reads any model: diagnose
     doctoring.py  what judges a run or a model: doctor
     surgery.py    what changes models that others trained: patch
@@ -38,6 +39,7 @@ from skipless.cli.diagnosing import diagnose
 from skipless.cli.doctoring import doctor
 from skipless.cli.evaluating import eval_
 from skipless.cli.exporting import export
+from skipless.cli.generating import generate
 from skipless.cli.measuring import probe, quantize, report
 from skipless.cli.slimming import fold, prune
 from skipless.cli.surgery import patch
@@ -57,6 +59,7 @@ GROUPS = {
         "prune": prune,
         "fold": fold,
     },
+    "Use models": {"generate": generate},
     "Use models elsewhere": {"export": export},
 }
 COMMANDS: dict[str, Callable[..., None]] = {

@@ -27,21 +27,59 @@ def window_start(length: int, limit: int) -> int:
 
 
 def sample(
-    logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+    top_p: float | None = None,
 ) -> Tensor:
-    """Token ids [B] drawn from logits [B, V]; temperature 0 takes the largest."""
+    """Token ids [B] drawn from logits [B, V]; temperature 0 takes the largest.
+
+    `top_k` keeps the k largest, `top_p` then the likeliest whose probabilities reach it. Raises
+    UserError where the largest logit is not finite, or one is NaN.
+    """
     if temperature == 0:
-        return logits.argmax(dim=-1)
+        largest, token = logits.max(dim=-1)
+        _check_finite(largest)
+        return token
     logits = logits.float().cpu()  # on the CPU: the same draws on every device
-    if not torch.isfinite(logits).all():
-        raise UserError("the model's logits are not finite; check its weights")
+    _check_finite(logits.amax(dim=-1))
     if temperature < 1e-3:  # dividing by next to nothing must not make infinite logits
         logits = logits.double() - logits.amax(dim=-1, keepdim=True)
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         smallest = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)[:, 0]
+    probabilities = logits.softmax(dim=-1)
+    if top_p is not None and top_p < 1:
+        ordered, places = probabilities.sort(dim=-1, descending=True, stable=True)
+        beyond = ordered.cumsum(dim=-1) - ordered >= top_p  # what stands before reaches it
+        probabilities = torch.zeros_like(probabilities).scatter(
+            -1, places, ordered.masked_fill(beyond, 0.0)
+        )
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def _check_finite(largest: Tensor) -> None:
+    """NaN anywhere makes the largest NaN."""
+    if not torch.isfinite(largest).all():
+        raise UserError("the model's logits are not finite; check its weights")
+
+
+def check_sampling(
+    max_new_tokens: object, temperature: object, top_k: object, top_p: object, seed: object
+) -> None:
+    """Raise UserError for settings out of range."""
+    if not _is_whole(seed, 0) or seed >= 2**64:  # pyright: ignore[reportOperatorIssue]
+        raise UserError(f"seed is {seed!r}; a whole number from 0 to 2^64 - 1 was expected")
+    fits = _is_whole(max_new_tokens, 0) and (top_k is None or _is_whole(top_k, 1))
+    if not fits or not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
+        raise UserError(
+            f"max_new_tokens={max_new_tokens!r}, temperature={temperature!r}, top_k={top_k!r}; "
+            "expected max_new_tokens >= 0, a finite temperature >= 0 and top_k >= 1 (or none)"
+        )
+    if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
+        raise UserError(f"top_p is {top_p!r}; a share of at most 1 and above 0 was expected")
 
 
 def _is_whole(value: object, low: int) -> bool:
@@ -82,12 +120,14 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    top_p: float | None = None,
 ) -> Tensor:
     """Continue `input_ids` int64 [B, T]; returns [B, T + max_new_tokens].
 
-    `temperature` 0 is greedy; `top_k` keeps the k likeliest tokens; the same `seed` gives the same
-    text. The model is put in evaluation mode meanwhile. Raises UserError for a classification or
-    bidirectional model and for settings out of range.
+    `temperature` 0 is greedy; `top_k` keeps the k likeliest tokens, `top_p` the likeliest that
+    have this share of the probability; the same `seed` gives the same text. The model is put in
+    evaluation mode meanwhile. Raises UserError for a classification or bidirectional model, for
+    settings out of range, and for logits that are not finite.
     """
     config = model.config
     if config.num_labels is not None or not config.causal:
@@ -96,14 +136,7 @@ def generate(
             + ("a classification head" if config.num_labels is not None else "causal=False")
         )
     _check_ids(input_ids, config.vocab_size)
-    if not _is_whole(seed, 0) or seed >= 2**64:
-        raise UserError(f"seed is {seed!r}; a whole number from 0 to 2^64 - 1 was expected")
-    fits = _is_whole(max_new_tokens, 0) and (top_k is None or _is_whole(top_k, 1))
-    if not fits or not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
-        raise UserError(
-            f"max_new_tokens={max_new_tokens!r}, temperature={temperature!r}, top_k={top_k!r}; "
-            "expected max_new_tokens >= 0, a finite temperature >= 0 and top_k >= 1 (or none)"
-        )
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     generator = torch.Generator().manual_seed(seed)
     limit, was_training = config.max_position_embeddings, model.training
     model.eval()
@@ -115,7 +148,8 @@ def generate(
                 cache, start = model.new_cache() if use_cache else None, wanted
             seen = cache.length if cache is not None else 0
             logits = model(input_ids[:, start + seen :], cache=cache, logits_to_keep=1).logits
-            token = sample(logits[:, -1], temperature, top_k, generator).to(input_ids.device)
+            token = sample(logits[:, -1], temperature, top_k, generator, top_p)
+            token = token.to(input_ids.device)
             input_ids = torch.cat((input_ids, token[:, None]), dim=1)
     finally:
         model.train(was_training)

@@ -1,0 +1,294 @@
+"""A model to write with: found by name, quantised, on the fastest engine that fits.
+
+    fused       our models on integers, some C++ calls a token (skipless.decoding)
+    integers    linear layers on integers, the rest by torch (skipless.quant.integer)
+    simulated   rounded values in floating point
+    full        as it is
+
+Each that does not fit falls to the next, and `engine` says why. Read by the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skipless.diagnose.loading import load_subject
+from skipless.errors import UserError
+from skipless.export import load_quantized
+from skipless.jsonable import parse_json, read_text
+from skipless.model import Transformer
+from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
+from skipless.quant.saved import METHOD
+from skipless.serving.stepping import ForeignSteps, OwnSteps
+
+CONFIG = "config.json"
+
+
+@dataclass(kw_only=True)
+class Writer:
+    """A causal language model with its tokenizer, ready for `write`."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    """Ours, or one of Hugging Face's."""
+    limit: int | None
+    """Tokens that the model sees; None where nothing says so."""
+    ends: frozenset[int]
+    """Tokens that end a text."""
+    engine: str
+    """What computes, in words."""
+    kind: str
+    """fused, integers, simulated or full."""
+    kv_bits: int | None = None
+    """Of a cache that is rounded beside the model; a scheme with -KV does so itself."""
+    kv_granularity: str = "token"
+
+    def encode(self, prompt: str) -> list[int]:
+        """Token ids of a prompt. Raises UserError for one that the model cannot take."""
+        if not prompt:
+            raise UserError("the prompt is empty; give at least one character")
+        own = getattr(self.tokenizer, "encode_chunks", None) is not None
+        ids = self.tokenizer.encode(prompt) if own else _foreign_ids(self.tokenizer, prompt)
+        if not ids:
+            raise UserError(f"the prompt {prompt[:40]!r} has no token; give some text")
+        if self.limit is not None and len(ids) > self.limit:
+            raise UserError(
+                f"the prompt has {len(ids)} tokens and {self.name} sees {self.limit}; shorten it"
+            )
+        size = _vocabulary(self.model)
+        if size is not None and max(ids) >= size:
+            raise UserError(
+                f"the prompt has token {max(ids)} and {self.name} has a vocabulary of {size}; the "
+                "tokenizer beside it is another model's"
+            )
+        return list(ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        if isinstance(self.model, Transformer):
+            return self.tokenizer.decode(ids)
+        return self.tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def steps(self) -> OwnSteps | ForeignSteps:
+        """A fresh start, with an empty cache."""
+        bits, granularity = self.kv_bits, self.kv_granularity
+        if isinstance(self.model, Transformer):
+            return OwnSteps(self.model, bits, granularity)
+        new_cache: Callable[[], Any] | None = None
+        if bits is not None:
+            from skipless.hf import QuantizedCache
+
+            config = self.model.config
+
+            def new_cache() -> Any:
+                return QuantizedCache(config, bits=bits, granularity=granularity)
+
+        return ForeignSteps(self.model, self.limit, new_cache)
+
+
+def open_writer(
+    name: str,
+    *,
+    scheme: str | Scheme | None = None,
+    scope: str = "linear",
+    kv_bits: int | None = None,
+    device: str = "auto",
+    engine: str = "auto",
+) -> Writer:
+    """The model that `name` names, quantised by `scheme`: a run, one of its checkpoints, a folder
+    of `skipless export`, a folder or name of Hugging Face's, a model of `skipless models list`.
+
+    `kv_bits` rounds the cache alone, or beside a scheme without -KV. `device` "auto" is the CPU
+    for a quantised model, whose integers run there, else an accelerator where there is one.
+    `engine`: auto, or simulated. Raises UserError for what is no causal language model, has no
+    tokenizer, is quantised already, or cannot be read.
+    """
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    if kv_bits is not None and parsed is not None:
+        if parsed.kv_bits is not None:
+            raise UserError(
+                f"{parsed} says the cache's width already; leave out --kv-bits {kv_bits}"
+            )
+        parsed, kv_bits = replace(parsed, kv_bits=kv_bits), None
+    folder = Path(name)
+    if folder.is_dir() and _is_packed(folder):
+        writer = _open_packed(name, folder, parsed)
+        batches = None
+    else:
+        writer, batches = _open_plain(name, parsed)
+    model = writer.model
+    is_ours = isinstance(model, Transformer)
+    if is_ours:
+        _check_ours(name, model)
+    else:
+        _check_foreign(name, model)
+    if parsed is not None and not is_ours and parsed.kv_bits is not None:
+        # keys and values of transformers' models are no sites: the cache rounds them
+        kv_bits, granularity = parsed.kv_bits, parsed.activation_granularity
+        parsed = replace(parsed, kv_bits=None)
+        writer.kv_granularity = granularity
+    if kv_bits is not None and not 2 <= kv_bits <= 16:
+        raise UserError(f"--kv-bits is {kv_bits}; a whole number from 2 to 16 was expected")
+    writer.kv_bits = kv_bits
+    if kv_bits is not None and is_ours and _rounds_cache(model):
+        raise UserError(f"{name} rounds its cache already; leave out --kv-bits {kv_bits}")
+    place = _device(device, quantised=parsed is not None or quantization(model) is not None)
+    if quantization(model) is None:
+        if place.type == "cpu" and not is_ours:
+            model.float()  # half precision is far slower there
+        model.to(place)
+    if parsed is not None:
+        quantize(model, parsed, scope, calibration=batches() if batches else None)
+    writer.kind, writer.engine = _start(model, engine, place)
+    if writer.kv_bits is not None:
+        writer.engine += f", cache of {writer.kv_bits}-bit integers"
+    return writer
+
+
+def _open_plain(name: str, scheme: Scheme | None) -> tuple[Writer, Callable[[], list[Any]] | None]:
+    """The model, and text for static ranges where some is wanted."""
+    subject = load_subject(name)
+    run = subject.run
+    batches = None
+    if scheme is not None and scheme.needs_calibration:
+        if run is None:
+            raise UserError(
+                f"{scheme} fixes activation ranges beforehand, on text; `skipless export {name} "
+                f"--scheme {scheme} --text FILE --out FOLDER` does, then generate from FOLDER"
+            )
+
+        def batches() -> list[Any]:
+            from skipless.measure import calibration_batches
+
+            return calibration_batches(run)
+
+    tokenizer = subject.tokenizer if run is None else run.tokenizer
+    writer = _writer(name, subject.model, tokenizer, subject.limit)
+    return writer, batches
+
+
+def _open_packed(name: str, folder: Path, scheme: Scheme | None) -> Writer:
+    if scheme is not None:
+        raise UserError(
+            f"{name} holds integers already; leave out --scheme, or name the model it was made from"
+        )
+    model = load_quantized(folder)
+    if isinstance(model, Transformer):
+        from skipless.data import load_tokenizer
+
+        return _writer(name, model, load_tokenizer(folder), model.config.max_position_embeddings)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
+        tokenizer = None
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return _writer(name, model, tokenizer, limit)
+
+
+def _writer(name: str, model: Any, tokenizer: Any, limit: int | None) -> Writer:
+    if tokenizer is None:
+        raise UserError(
+            f"{name} has no tokenizer beside its weights, so that no prompt can be read; put "
+            "tokenizer.json there"
+        )
+    ends: set[int] = set()
+    settings = getattr(model, "generation_config", None)
+    for source in (settings, tokenizer):
+        for key in ("eos_token_id", "eos_id"):
+            found = getattr(source, key, None)
+            if found is not None and not ends:
+                ends = set(found) if isinstance(found, (list, tuple)) else {found}
+    return Writer(
+        name=name, model=model, tokenizer=tokenizer, limit=limit, ends=frozenset(ends), engine="",
+        kind="full",
+    )  # fmt: skip
+
+
+def _start(model: Any, engine: str, place: torch.device) -> tuple[str, str]:
+    """Put a quantised model on integers if it can; (kind, what computes in words)."""
+    record = quantization(model)
+    if record is None:
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return "full", f"full precision ({dtype}) on {place.type}"
+    name = f"{record.scheme}" + ("" if record.scope == "linear" else f" in scope {record.scope}")
+    if engine == "simulated":
+        return "simulated", f"{name} simulated in floating point on {place.type}, as asked for"
+    try:
+        to_integer(model)
+    except UserError as error:
+        return "simulated", f"{name} simulated in floating point on {place.type}: {error}"
+    engines = ", ".join(sorted(set(integer_layers(model).values())))
+    if not isinstance(model, Transformer):
+        return "integers", f"{name}, linear layers on integers ({engines})"
+    from skipless.decoding import fuse
+
+    try:
+        fuse(model)
+    except UserError as error:
+        return "integers", f"{name}, linear layers on integers ({engines}); not fused: {error}"
+    return "fused", f"{name} on integers ({engines}), fused: few C++ calls a token"
+
+
+def _rounds_cache(model: Any) -> bool:
+    record = quantization(model)
+    return record is not None and any(
+        site.site.kind in ("key", "value") for site in record.activations
+    )
+
+
+def _device(name: str, *, quantised: bool) -> torch.device:
+    from skipless.train.distributed import choose_device
+
+    try:
+        return choose_device("cpu" if name == "auto" and quantised else name)
+    except UserError as error:
+        raise UserError(str(error).replace("train.device", "--device")) from None
+
+
+def _check_ours(name: str, model: Transformer) -> None:
+    config = model.config
+    if config.num_labels is not None or not config.causal:
+        what = "is a classifier" if config.num_labels is not None else "sees later tokens"
+        raise UserError(f"{name} {what}, and only a causal language model writes text")
+
+
+def _check_foreign(name: str, model: Any) -> None:
+    from skipless.surgery.reading import no_next_token
+
+    reason = no_next_token(model)
+    if reason:
+        raise UserError(f"{name} is no causal language model: {reason}")
+
+
+def _is_packed(folder: Path) -> bool:
+    """Whether `skipless export` wrote it."""
+    try:
+        config = parse_json(read_text(folder / CONFIG), where=CONFIG)
+        return config["quantization_config"]["quant_method"] == METHOD
+    except (UserError, KeyError, TypeError):
+        return False
+
+
+def _foreign_ids(tokenizer: Any, prompt: str) -> list[int]:
+    from skipless.data.tokenizer import check_text
+
+    check_text(prompt)
+    return list(tokenizer(prompt, verbose=False)["input_ids"])
+
+
+def _vocabulary(model: Any) -> int | None:
+    """How many token ids the model's table holds."""
+    if isinstance(model, Transformer):
+        return model.config.vocab_size
+    table = model.get_input_embeddings()
+    return getattr(table, "num_embeddings", None)

@@ -1,0 +1,141 @@
+"""`skipless generate`: what goes where, how it ends, and what is refused in one sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from skipless.cli import main
+
+WORDS = ["--prompt", "the king said lord", "--max-new-tokens", "12", "--ignore-end"]
+
+
+def run(capsys, *words):
+    code = main(["generate", *map(str, words)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_text_to_stdout_and_the_rest_to_stderr(tiny_run, cache, capsys):
+    import torch
+
+    from skipless.train import load_run
+
+    code, out, err = run(capsys, tiny_run, *WORDS)
+    loaded = load_run(tiny_run)
+    ids = loaded.tokenizer.encode(WORDS[1])
+    expected = loaded.model.generate(torch.tensor([ids]), 12)[0, len(ids) :].tolist()
+    assert code == 0 and out == loaded.tokenizer.decode(expected) + "\n"
+    assert "full precision (float32) on cpu" in err and f"{len(ids)} prompt tokens at" in err
+    assert "12 new tokens at" in err and "a second" in err and "cache" in err
+
+
+def test_json_holds_the_same(tiny_run, cache, capsys, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("my come go\n")
+    _, plain, _ = run(capsys, tiny_run, *WORDS)
+    code, out, err = run(capsys, tiny_run, *WORDS, "--file", file, "--json")
+    found = json.loads(out)
+    first, second = found["results"]
+    assert code == 0 and not err and first["text"] + "\n" == plain
+    assert second["prompt"] == "my come go" and second["num_new_tokens"] == 12
+    assert first["tokens_per_second"] > 0 and first["cache_bytes"] > 0
+    assert first["finish"] == "length" and found["kind"] == "full"
+
+
+def test_several_prompts_and_stdin(tiny_run, cache, capsys, monkeypatch):
+    _, one, _ = run(capsys, tiny_run, *WORDS)
+    stdin = io.TextIOWrapper(io.BytesIO(b"the king said lord\n"))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    words = ["--prompt", "my come", "-", "--max-new-tokens", "12", "--ignore-end"]
+    code, out, err = run(capsys, tiny_run, *words)
+    assert code == 0 and out.endswith("\n\n" + one)
+    assert "[1] my come" in err and "[2] the king said lord" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"the king said lord")))
+    assert run(capsys, tiny_run, *WORDS[2:])[1] == one
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    code, _, err = run(capsys, tiny_run, *WORDS[2:])
+    assert code == 2 and "not UTF-8" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", " \n"], "the prompt is empty"),
+        (["--prompt", "king " * 60], "sees 32; shorten it"),
+        (["--file", "missing.txt"], "cannot read missing.txt"),
+        (["--prompt", "a", "--scheme", "W8"], "does not say what happens to activations"),
+        (["--prompt", "a", "--scheme", "X8A8"], "is not a quantisation scheme"),
+        (["--prompt", "a", "--scope", "block"], "give --scheme too"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens is '0'"),
+        (["--prompt", "a", "--top-p", "1.5"], "top_p is 1.5"),
+        (["--prompt", "a", "--device", "tpu9"], "--device is 'tpu9'"),
+        (["--prompt", "a", "--kv-bits", "20"], "--kv-bits is 20"),
+    ],
+)  # fmt: skip
+def test_bad_input(tiny_run, cache, capsys, words, told, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, tiny_run, *words)
+    assert code == 2 and out == "" and told in err
+    assert err.startswith("skipless: ") and err.count("\n") == 1
+
+
+def test_a_name_that_is_none(capsys):
+    code, _, err = run(capsys, "smollm2-135", "--prompt", "a")
+    assert code == 2 and "did you mean 'smollm2-135m'?" in err
+
+
+def start(run_dir, *words):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "skipless", "generate", str(run_dir), "--prompt", "the king",
+         "--ignore-end", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(tiny_run, cache):
+    process = start(tiny_run, "--max-new-tokens", "200000")
+    assert process.stdout.read(5)
+    process.stdout.close()
+    err = process.stderr.read().decode()
+    assert process.wait(60) == 0
+    assert "Error" not in err and "Exception" not in err and "interrupted" not in err
+
+
+def test_ctrl_c_keeps_what_was_written(tiny_run, cache):
+    process = start(tiny_run, "--max-new-tokens", "200000")
+    first = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    err = err.decode()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert (first + rest).endswith(b"\n") and len(first) == 20
+    assert "(interrupted)" in err and "tokens were written" in err.splitlines()[-1]
+
+
+def test_ctrl_c_in_json(tiny_run, cache, capsys, monkeypatch):
+    from skipless.serving import writing
+
+    sample, drawn = writing.sample, []
+
+    def interrupted(*arguments):
+        drawn.append(sample(*arguments))
+        if len(drawn) == 6:
+            raise KeyboardInterrupt
+        return drawn[-1]
+
+    _, whole, _ = run(capsys, tiny_run, *WORDS, "--json")
+    monkeypatch.setattr(writing, "sample", interrupted)
+    code, out, err = run(capsys, tiny_run, *WORDS, "--prompt", "the king said lord", "my", "--json")
+    (found,) = json.loads(out)["results"]
+    assert code == 130 and "5 tokens were written" in err
+    assert found["finish"] == "interrupted"
+    assert found["token_ids"] == json.loads(whole)["results"][0]["token_ids"][:5]
