@@ -110,6 +110,11 @@ class Scheme(Config):
         texts. Raises UserError for a pattern or scheme that is none."""
         if isinstance(overrides, str):
             overrides = [overrides]
+        if not isinstance(overrides, Iterable):
+            raise UserError(
+                f"overrides are {overrides!r}; {{'layers.0.*': 'W8A8'}} or a list of "
+                "'PATTERN=SCHEME' was expected"
+            )
         if isinstance(overrides, Mapping):
             pairs = [(p, FULL_PRECISION if s is None else str(s)) for p, s in overrides.items()]
         else:

@@ -152,7 +152,7 @@ def test_mistakes_leave_the_model_as_it_was(plan, options, says):
         train_quantized(model, plan, **options)
     assert type(model[0]) is nn.Linear and torch.equal(model(x), exact)
     quantize(model, "W8A8")
-    with pytest.raises(UserError, match="quantised already"):
+    with pytest.raises(UserError, match="already quantised"):
         train_quantized(model, "W4A4")
 
 

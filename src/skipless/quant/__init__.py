@@ -16,6 +16,7 @@ rotation.py     Hadamard matrices of any width
 changes.py      parameters and inputs that were changed, and how to undo it
 transforms.py   scaling and rotating without changing the function
 methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
+record.py       what quantize did, and what is refused meanwhile
 apply.py        quantize, restore, quantized, paused
 training.py     training with quantisation (Q3)
 integer.py      the same layers computed with integers (Q4)

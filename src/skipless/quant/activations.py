@@ -9,11 +9,14 @@ One `ActivationQuantizer` a site; all sites of a model share a `ForwardState`, w
 - gathers, without synchronising the device, whether some dynamic range was NaN or infinite, and
   names the first such site when the forward pass ends.
 
+What belongs to one pass is kept by thread, so that passes in several threads do not mix.
+
 Read by `quant.apply`, and by `evaluate.propagation` for its measurements.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +34,21 @@ from skipless.quant.targets import ActivationTarget
 from skipless.sites import Site
 
 
+class _Pass(threading.local):
+    """What belongs to one forward pass, that of the thread it runs in."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.source: tuple[weakref.ref[Tensor], int] | None = None
+        self.result: tuple[Tensor, int] | None = None
+        self.scale: Tensor | None = None
+        self.codes: tuple[weakref.ref[Tensor], int, tuple, Tensor, Tensor] | None = None
+        self.key: tuple | None = None
+        self.finite: list[tuple[str, Tensor]] = []
+
+
 class ForwardState:
     """What the sites of one model share during a forward pass."""
 
@@ -40,63 +58,57 @@ class ForwardState:
         """quantize, observe (calibration), measure (tell, but pass the values on) or off."""
         self.measure: Callable[[str, Tensor, Tensor], None] | None = None
         self.unseen = set(self.names)
-        self.clear()
-
-    def clear(self) -> None:
-        self._source: tuple[weakref.ref[Tensor], int] | None = None
-        self._result: tuple[Tensor, int] | None = None
-        self._scale: Tensor | None = None
-        self._codes: tuple[weakref.ref[Tensor], int, tuple, Tensor, Tensor] | None = None
-        self._key: tuple | None = None
-        self._finite: list[tuple[str, Tensor]] = []
+        self._pass = _Pass()
 
     def remembered(self, x: Tensor, key: tuple) -> Tensor | None:
         """The result for `x` if it, or what it came from, was the last tensor quantised."""
-        if key != self._key or self._source is None or self._result is None:
+        now = self._pass
+        if key != now.key or now.source is None or now.result is None:
             return None
         if torch.is_inference(x):
             return None
-        result, version = self._result
+        result, version = now.result
         if result._version != version:
             return None
         if x is result:
             return x
-        source, source_version = self._source
+        source, source_version = now.source
         return result if source() is x and x._version == source_version else None
 
     def remember(self, x: Tensor, key: tuple, result: Tensor, scale: Tensor) -> None:
-        self._codes = None
+        now = self._pass
+        now.codes = None
         if not torch.is_inference(x) and not torch.is_inference(result):
-            self._key, self._scale = key, scale
-            self._source = (weakref.ref(x), x._version)
-            self._result = (result, result._version)
+            now.key, now.scale = key, scale
+            now.source = (weakref.ref(x), x._version)
+            now.result = (result, result._version)
 
     def remembered_scale(self, x: Tensor, key: tuple) -> Tensor | None:
         """The scale of `x` if it is the last result of quantising with `key`."""
-        return self._scale if self.remembered(x, key) is x else None
+        return self._pass.scale if self.remembered(x, key) is x else None
 
     def remembered_codes(self, x: Tensor, key: tuple) -> tuple[Tensor, Tensor] | None:
         """The integer codes and scale of `x`, if they were the last ones made."""
-        if self._codes is None or torch.is_inference(x):
+        if self._pass.codes is None or torch.is_inference(x):
             return None
-        source, version, known, codes, scale = self._codes
+        source, version, known, codes, scale = self._pass.codes
         same = source() is x and version == x._version and known == key
         return (codes, scale) if same else None
 
     def remember_codes(self, x: Tensor, key: tuple, codes: Tensor, scale: Tensor) -> None:
         """Keep what integer layers that read the same tensor share."""
         if not torch.is_inference(x):
-            self._codes = (weakref.ref(x), x._version, key, codes, scale)
+            self._pass.codes = (weakref.ref(x), x._version, key, codes, scale)
 
     def note_scale(self, name: str, scale: Tensor) -> None:
-        self._finite.append((name, torch.isfinite(scale).all()))
+        self._pass.finite.append((name, torch.isfinite(scale).all()))
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        self.clear()
+        self._pass.clear()
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        finite, self._finite = self._finite, []
-        self.clear()
+        finite = self._pass.finite
+        self._pass.clear()
         if self.mode == "off":
             return
         self.check_coverage(type(module).__name__)
@@ -119,11 +131,11 @@ class ForwardState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a model start without remembered tensors."""
-        return (
-            self.__dict__
-            | dict.fromkeys(("_source", "_result", "_scale", "_codes", "_key"))
-            | {"_finite": []}
-        )
+        return {name: value for name, value in self.__dict__.items() if name != "_pass"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pass = _Pass()
 
 
 class ActivationQuantizer:
@@ -227,3 +239,25 @@ class ActivationQuantizer:
     def output_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         replaced, found = replace_first(output, self)
         return replaced if found else None
+
+
+def register_hooks(
+    model: nn.Module, sites: list[ActivationQuantizer], state: ForwardState, handles: list[Any]
+) -> None:
+    """Hook the quantisers of `sites` into `model`; appends to `handles`."""
+    if not sites:
+        return
+    modules = dict(model.named_modules())
+    # Prepended, so that other hooks, whenever they were registered, see quantised tensors. For
+    # the same reason the model's own bookkeeping encloses everything else.
+    for quantizer in sites:
+        module = modules[quantizer.site.module]
+        if quantizer.site.direction == "input":
+            handle = module.register_forward_pre_hook(
+                quantizer.input_hook, prepend=True, with_kwargs=True
+            )
+        else:
+            handle = module.register_forward_hook(quantizer.output_hook, prepend=True)
+        handles.append(handle)
+    handles.append(model.register_forward_pre_hook(state.before_forward, prepend=True))
+    handles.append(model.register_forward_hook(state.after_forward))

@@ -15,71 +15,33 @@ convolutions.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.quant.activations import ActivationQuantizer, ForwardState
+from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import run_calibration
-from skipless.quant.changes import Changes, InputChange
 from skipless.quant.methods import Method, method_name, needs_data, parse_methods
+from skipless.quant.record import Quantization, check_free, quantization
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import ActivationTarget, find_targets, find_untouched
 from skipless.quant.transforms import Session
-from skipless.quant.weights import QuantizedWeight, round_weight
+from skipless.quant.weights import round_weight
 from skipless.sites import ChoosesImplementation, chooses_implementation
 
-_ATTRIBUTE = "_skipless_quantization"
-
-
-@dataclass(kw_only=True)
-class Quantization:
-    """What is quantised in a model; `quantization(model)` returns it."""
-
-    scheme: Scheme
-    scope: str
-    include_head: bool
-    include_convolutions: bool = False
-    weights: list[QuantizedWeight]
-    activations: list[ActivationQuantizer]
-    state: ForwardState
-    handles: list[Any] = field(default_factory=list)
-    eager: list[tuple[ChoosesImplementation, str]] = field(default_factory=list)
-    """Attention modules that were switched to eager, and what they were before."""
-    untouched: dict[str, list[str]] = field(default_factory=dict)
-    """Modules whose matrices stay in full precision, by what they are (`targets.find_untouched`).
-    """
-    method: str = "rtn"
-    changes: Changes = field(default_factory=Changes)
-    """Parameters that a method scaled or rotated, with their originals."""
-    inputs: dict[str, InputChange] = field(default_factory=dict)
-    """What a method does to inputs when the model runs, by name of a layer or block: whatever reads
-    weights without running the modules has to refuse or to do it."""
-    notes: list[str] = field(default_factory=list)
-    """What the methods did, a line each."""
-
-    def describe(self) -> str:
-        """One line: scheme, scope, how many weights and sites, what stays in full precision."""
-        parts = []
-        for what, names in self.untouched.items():
-            more = f" and {len(names) - 3} more" if len(names) > 4 else ""
-            parts.append(f"{what} {', '.join(names[:3] if more else names)}{more}")
-        of_format = Counter(str(weight.scheme) for weight in self.weights)
-        shares = ", ".join(f"{number} at {text}" for text, number in of_format.items())
-        mixed = f" ({shares})" if self.scheme.overrides else ""
-        by = "" if self.method == "rtn" else f" by {self.method}"
-        return (
-            f"{self.scheme}{by} in scope {self.scope}: {len(self.weights)} weights{mixed}, "
-            f"{len(self.activations)} activation sites; "
-            + ("in full precision: " + "; ".join(parts) if parts else "every matrix quantised")
-            + "".join(f"; {note}" for note in self.notes)
-        )
+__all__ = [
+    "Quantization",
+    "measured",
+    "paused",
+    "quantization",
+    "quantize",
+    "quantized",
+    "restore",
+]
 
 
 def quantize(
@@ -102,16 +64,13 @@ def quantize(
     `calibration`, batches as in `quant.calibrate`, is read by `-static` schemes and by methods.
     `include_head` adds the head and embeddings (tied ones are rounded once and stay tied),
     `include_convolutions` nn.Conv1d to 3d with their inputs.
-    `layers` limits everything to some layers. The state_dict then holds quantised weights. Raises
-    UserError, leaving the model as it was, when nothing matches, the model is quantised already,
-    calibration is missing or gives NaN, or a weight is not finite.
+    `layers` limits everything to some layers. The state_dict then holds quantised weights, and
+    other ones are not loaded over them. Raises UserError, leaving the model as it was, when nothing
+    matches, the model or a part of it is quantised already, calibration is missing or gives NaN, or
+    a weight is not finite.
     """
     scheme = Scheme.parse(scheme).with_overrides(overrides)
-    if (present := quantization(model)) is not None:
-        raise UserError(
-            f"the model is already quantised with {present.scheme} (scope {present.scope}); "
-            "call restore(model) first"
-        )
+    check_free(model)
     methods = parse_methods(method)
     weights, targets = find_targets(
         model, scheme, scope, include_head=include_head,
@@ -161,7 +120,7 @@ def quantize(
     for weight in record.weights:
         if not weight.in_use:
             weight.swap()
-    setattr(model, _ATTRIBUTE, record)
+    record.keep_on(model)
     return model
 
 
@@ -174,7 +133,7 @@ def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; there is nothing to restore")
-    changed = [w.name for w in record.weights if w.parameter._version != w.version]
+    changed = [weight.name for weight in record.weights if weight.is_changed]
     if changed and not discard_changes:
         raise UserError(
             f"{changed[0]} changed after quantize(), by training or loading, and restoring would "
@@ -185,13 +144,8 @@ def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
             weight.swap()
     _detach(record)
     record.changes.undo()
-    delattr(model, _ATTRIBUTE)
+    record.leave(model)
     return model
-
-
-def quantization(model: nn.Module) -> Quantization | None:
-    """What `quantize` did to the model, or None."""
-    return getattr(model, _ATTRIBUTE, None)
 
 
 @contextmanager
@@ -264,28 +218,6 @@ def _columns(target: ActivationTarget, session: Session) -> Tensor | None:
     site = target.site
     is_input = site.kind == "linear_input" and site.direction == "input"
     return session.columns.get(site.module) if is_input else None
-
-
-def register_hooks(
-    model: nn.Module, sites: list[ActivationQuantizer], state: ForwardState, handles: list[Any]
-) -> None:
-    """Hook the quantisers of `sites` into `model`; appends to `handles`."""
-    if not sites:
-        return
-    modules = dict(model.named_modules())
-    # Prepended, so that other hooks, whenever they were registered, see quantised tensors. For
-    # the same reason the model's own bookkeeping encloses everything else.
-    for quantizer in sites:
-        module = modules[quantizer.site.module]
-        if quantizer.site.direction == "input":
-            handle = module.register_forward_pre_hook(
-                quantizer.input_hook, prepend=True, with_kwargs=True
-            )
-        else:
-            handle = module.register_forward_hook(quantizer.output_hook, prepend=True)
-        handles.append(handle)
-    handles.append(model.register_forward_pre_hook(state.before_forward, prepend=True))
-    handles.append(model.register_forward_hook(state.after_forward))
 
 
 def _switch_to_eager(

@@ -59,6 +59,8 @@ def run_calibration(model: nn.Module, batches: Iterable[Any] | None, scheme: str
         )
     if isinstance(batches, (Tensor, Mapping)):
         batches = [batches]
+    if not isinstance(batches, Iterable):
+        raise UserError(f"calibration is {batches!r}; a list of batches was expected")
     count = 0
     with evaluation_mode(model):
         for batch in batches:

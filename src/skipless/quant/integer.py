@@ -32,10 +32,11 @@ from skipless.quant.apply import Quantization, quantization
 from skipless.quant.codes import given_step, site_codes
 from skipless.quant.convolutions import is_convolution
 from skipless.quant.engines import ENGINES, KernelEngine, Prepared, Problem
-from skipless.quant.fake import Codes, simulate
+from skipless.quant.fake import simulate
 from skipless.quant.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
+from skipless.quant.weights import QuantizedWeight
 from skipless.sites import bias_of, is_linear
 
 _STATE = "_skipless_integer"
@@ -49,6 +50,7 @@ class _Integer:
     engine: str
     prepared: Prepared
     quantizer: ActivationQuantizer
+    weight: QuantizedWeight
     device: str
     plain_class: type
     sharing: _Sharing
@@ -82,11 +84,8 @@ class _IntegerForward(nn.Module):
             if isinstance(site.clip, str):
                 site.state.note_scale(site.site.name, scale)
             return super().forward(result)
-        if x.device.type != own.device:
-            raise UserError(
-                f"the integer weights of {site.site.module} are on {own.device} and the input on "
-                f"{x.device}; call from_integer(model), move the model, then to_integer(model)"
-            )
+        _check_input(own, x)
+        own.weight.check_unchanged()
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
         with torch.no_grad():
@@ -142,12 +141,8 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     sharing = _Sharing()
     for module, site in layers:
         weight = weights[id(module.weight)]
-        if weight.parameter._version != weight.version:
-            raise UserError(
-                f"{weight.name} changed after quantize(), so its codes are not those of the "
-                "values in use; restore(model, discard_changes=True) and quantise it again"
-            )
-        own = _prepare(module, weight.codes(), site, weight.scheme, engine, sharing)
+        weight.check_unchanged()
+        own = _prepare(module, weight, site, engine, sharing)
         made.append((module, own))
     for module, own in made:
         setattr(module, _STATE, own)
@@ -186,6 +181,23 @@ def integer_layers(model: nn.Module) -> dict[str, str]:
     }
 
 
+def _check_input(own: _Integer, x: Tensor) -> None:
+    """UserError for what the packed weight cannot be multiplied with; no engine looks itself."""
+    name, width = own.quantizer.site.module, own.prepared.problem.in_features
+    if x.device.type != own.device:
+        raise UserError(
+            f"the integer weights of {name} are on {own.device} and the input on {x.device}; call "
+            "from_integer(model), move the model, then to_integer(model)"
+        )
+    if not x.is_floating_point():
+        raise UserError(f"{name} was given {x.dtype}; give floating-point values, as x.float()")
+    if x.shape[-1:] != (width,):
+        raise UserError(
+            f"{name} takes {width} inputs and was given {list(x.shape)}, whose last dimension "
+            "differs; give it the tensor that the model was made for"
+        )
+
+
 def _fused(own: _Integer, x: Tensor, bias: Tensor | None) -> Tensor | None:
     """The layer's output in one C++ call, or None where that does not apply."""
     engine, site = ENGINES[own.engine], own.quantizer
@@ -219,16 +231,15 @@ def integer_state(module: nn.Module) -> _Integer | None:
 
 def _prepare(
     module: nn.Module,
-    weight: Codes,
+    weight: QuantizedWeight,
     site: ActivationQuantizer,
-    scheme: Scheme,
     engine: str | None,
     sharing: _Sharing,
 ) -> _Integer:
-    codes, scale = weight
+    codes, scale = weight.codes()
     out_features, in_features = codes.shape
     problem = Problem(
-        weight_bits=scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
+        weight_bits=weight.scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
         out_features=out_features, device=codes.device.type,
     )  # fmt: skip
     try:
@@ -238,7 +249,8 @@ def _prepare(
     scale = scale.float().reshape(-1).expand(out_features)
     return _Integer(
         engine=chosen.name, prepared=chosen.prepare(codes.to(torch.int16), scale, problem),
-        quantizer=site, device=problem.device, plain_class=type(module), sharing=sharing,
+        quantizer=site, weight=weight, device=problem.device, plain_class=type(module),
+        sharing=sharing,
     )  # fmt: skip
 
 

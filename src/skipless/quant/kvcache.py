@@ -17,6 +17,7 @@ serves other caches too (`skipless.hf.QuantizedCache`). Read by `quant.integer`.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -122,7 +123,8 @@ class _Packer:
 
     def __init__(self, site: ActivationQuantizer) -> None:
         self.site = site
-        self._last: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None
+        self._own = threading.local()
+        """`last`: a weak reference to the values this thread made last, their codes and scale."""
 
     def hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         site = self.site
@@ -133,18 +135,19 @@ class _Packer:
         )
         if isinstance(site.clip, str):
             site.state.note_scale(site.site.name, scale)
-        self._last = (weakref.ref(values), codes, scale)
+        self._own.last = (weakref.ref(values), codes, scale)
         return values
 
     def take(self, values: Tensor) -> tuple[Tensor, Tensor] | None:
         """Codes and scale of `values` if the hook made them last."""
-        last, self._last = self._last, None
+        last, self._own.last = getattr(self._own, "last", None), None
         return last[1:] if last is not None and last[0]() is values else None
 
-    def __deepcopy__(self, memo: dict) -> _Packer:
-        import copy
+    def __getstate__(self) -> dict[str, Any]:
+        return {"site": self.site}
 
-        return _Packer(copy.deepcopy(self.site, memo))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _Packer.__init__(self, state["site"])
 
 
 class PackedStore:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from skipless.errors import UserError
 from skipless.quant import building
 from skipless.quant.packing import COLUMNS, group_size, pack_panels
 from skipless.quant.products import INT32_EXACT, Engine, Prepared, Problem
@@ -65,6 +66,7 @@ class KernelEngine(Engine):
     ) -> tuple[Tensor, Tensor]:
         """(float32 [tokens, out], scales) of float32 `rows` [tokens, in]; see `quantize`."""
         problem, data = prepared.problem, prepared.data
+        _check_width(rows, problem)
         if rows.stride(-1) != 1:
             rows = rows.contiguous()
         bias = _contiguous(bias)
@@ -98,6 +100,7 @@ class KernelEngine(Engine):
 
     def _run(self, prepared: Prepared, codes: Tensor, row_scale, bias, out, sums) -> None:
         problem, data = prepared.problem, prepared.data
+        _check_width(codes, problem)
         form, block = self.form(prepared)
         codes = _aligned(codes, data.shape[1] * _group(form))
         self._library().skipless_multiply(
@@ -121,6 +124,15 @@ class KernelEngine(Engine):
 
 def _group(form: int) -> int:
     return group_size(nibbles=form % 2 == 1, quads=form >= 2)
+
+
+def _check_width(rows: Tensor, problem: Problem) -> None:
+    """UserError for rows of another width: the kernel takes addresses and cannot look."""
+    if rows.dim() != 2 or rows.shape[1] != problem.in_features:
+        raise UserError(
+            f"the product takes rows of {problem.in_features} inputs, not {list(rows.shape)}; give "
+            f"[tokens, {problem.in_features}]"
+        )
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:

@@ -91,11 +91,7 @@ def _check(record: Quantization) -> None:
     if record.state.mode != "quantize":
         raise UserError("the model is in full precision for now; leave the paused block first")
     for weight in record.weights:
-        if weight.parameter._version != weight.version:
-            raise UserError(
-                f"{weight.name} changed after quantize(), so its codes are not those of the values "
-                "in use; restore(model, discard_changes=True) and quantise it again"
-            )
+        weight.check_unchanged()
     if record.inputs:
         some = ", ".join(list(record.inputs)[:3])
         raise UserError(

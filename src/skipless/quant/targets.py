@@ -121,7 +121,7 @@ def find_targets(
     if layers is None:
         _check_groups(weights)
         return weights, activations
-    wanted = set(layers)
+    wanted = _layer_set(layers)
     known = {target.layer for target in weights} | {target.site.layer for target in activations}
     if missing := wanted - known:
         numbers = sorted(layer for layer in known if layer is not None)
@@ -133,6 +133,15 @@ def find_targets(
     weights = [target for target in weights if target.layer in wanted]
     _check_groups(weights)
     return weights, [target for target in activations if target.site.layer in wanted]
+
+
+def _layer_set(layers: Iterable[int | None]) -> set[int | None]:
+    if not isinstance(layers, Iterable) or not (wanted := set(layers)):
+        raise UserError(
+            f"layers is {layers!r}, which names none; give a list of numbers such as [0, 1], or "
+            "leave layers out"
+        )
+    return wanted
 
 
 def find_untouched(
@@ -245,6 +254,15 @@ def _find_weights(
             )
         wanted = is_linear(module) and name not in heads
         wanted |= include_convolutions and is_convolution(module)
+        if wanted and "weight" not in module._parameters:
+            if scheme.at(name) is None:
+                continue
+            raise UserError(
+                f"{name or 'the model'} computes its weight from other parameters, as weight_norm "
+                "does, so that a rounded one would not last; fold them first "
+                "(torch.nn.utils.parametrize.remove_parametrizations), or leave it out with the "
+                f"override {name}=fp"
+            )
         if wanted or (include_head and isinstance(module, nn.Embedding)):
             modules.setdefault(id(module.weight), []).append((name, module))
     found = []

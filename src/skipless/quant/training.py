@@ -29,17 +29,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.quant.activations import ActivationQuantizer, ForwardState
-from skipless.quant.apply import quantization, quantize, register_hooks
+from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
+from skipless.quant.apply import quantization, quantize
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.fake import clip_range, fake_quantize, integer_codes
 from skipless.quant.observers import RangeObserver
+from skipless.quant.record import TRAINED, check_free
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import WeightTarget, find_targets
 from skipless.scheme import TrainingPlan
 from skipless.sites import bias_of, is_linear, weight_of
 
-_STATE = "_skipless_trained"
+_STATE = TRAINED
 FIRST_BITS = 8
 """Widths fall from here; more cost nothing that training would notice."""
 
@@ -157,8 +158,7 @@ def train_quantized(
     if plan is None:
         return _Nothing()
     plan = TrainingPlan.parse(plan)
-    if quantization(model) is not None:
-        raise UserError("the model is quantised already; call restore(model) before training it")
+    check_free(model)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UserError(
             "training with quantisation was never run in several processes; leave train.quantize "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,19 @@ class QuantizedWeight:
     """Codes chosen otherwise than by rounding to the nearest, of the matrix [out, in]."""
     is_uniform: bool = True
     """False for a codebook, whose values are no multiples of a step."""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something wrote into the parameter since it was rounded: training, loading."""
+        return self.parameter._version != self.version
+
+    def check_unchanged(self) -> None:
+        """Raise UserError when the codes are no longer those of the values in use."""
+        if self.is_changed:
+            raise UserError(
+                f"{self.name} changed after quantize(), so its codes are not those of the values "
+                "in use; restore(model, discard_changes=True) and quantise it again"
+            )
 
     def swap(self) -> None:
         """Exchange the tensor in use and the stored one."""
@@ -88,13 +102,25 @@ class QuantizedWeight:
 
     def __deepcopy__(self, memo: dict) -> QuantizedWeight:
         parameter = copy.deepcopy(self.parameter, memo)
-        # A copied parameter counts its changes from the start.
-        return QuantizedWeight(
+        twin = QuantizedWeight(
             name=self.name, parameter=parameter, stored=self.stored.clone(), scheme=self.scheme,
-            transposed=self.transposed, layer=self.layer, version=parameter._version,
-            in_use=self.in_use, columns=self.columns, reconstructed=self.reconstructed,
-            is_uniform=self.is_uniform,
+            transposed=self.transposed, layer=self.layer, in_use=self.in_use, columns=self.columns,
+            reconstructed=self.reconstructed, is_uniform=self.is_uniform,
         )  # fmt: skip
+        memo[id(self)] = twin
+        twin._count_from(self.is_changed)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"version": self.is_changed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._count_from(bool(self.version))
+
+    def _count_from(self, is_changed: bool) -> None:
+        """Copied and unpickled parameters count their changes from the start."""
+        self.version = self.parameter._version - is_changed
 
 
 def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False) -> Tensor:
@@ -116,9 +142,15 @@ def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False)
 def round_weight(target: WeightTarget, columns: Tensor | None = None) -> QuantizedWeight:
     """A target rounded to the nearest codes, `columns` left as they are; not yet in use.
 
-    Raises UserError, naming it, for a weight that is not finite or on the meta device.
+    Raises UserError, naming it, for a weight that is not finite, on the meta device, or made under
+    torch.inference_mode().
     """
     parameter, scheme = target.parameter, target.scheme
+    if torch.is_inference(parameter):
+        raise UserError(
+            f"{target.name} was made under torch.inference_mode(), where torch does not tell "
+            "changes; make or load the model outside of it"
+        )
     if parameter.is_meta:
         raise UserError(f"{target.name} is on the meta device; load or initialise the model first")
     if not bool(torch.isfinite(parameter).all()):
