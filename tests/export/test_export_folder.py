@@ -56,7 +56,7 @@ def test_a_hugging_face_folder(tmp_path, capsys):
         expected = model(IDS).logits
         assert torch.equal(load_quantized(tmp_path / "a")(IDS).logits, expected)
     out = str(tmp_path / "b")
-    assert main([*words, "--layout", "compressed-tensors", "--out", out]) == 0
+    assert main([*words, "--format", "compressed-tensors", "--out", out]) == 0
     assert "compressed-tensors reads it" in capsys.readouterr().out
     assert main([*words, "--text", "x", "--out", str(tmp_path / "c")]) == 2
     assert "leave the text out" in capsys.readouterr().err

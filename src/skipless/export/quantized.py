@@ -17,16 +17,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from skipless.config import ModelConfig
 from skipless.errors import UserError, check_choice
 from skipless.export.compressed_tensors import settings_of
+from skipless.files import atomic_path
 from skipless.jsonable import parse_json, read_text
 from skipless.model import Transformer
-from skipless.quant import quantization, to_integer
+from skipless.quant import Quantization, quantization, to_integer
+from skipless.quant.bits import SUFFIXES, unpack_weight
 from skipless.quant.saved import METHOD, is_packed, resume, saved_form
-from skipless.rundir import atomic_path
 
 LAYOUTS = ("skipless", "compressed-tensors")
 MODEL_TYPE = "skipless"
@@ -88,6 +89,31 @@ def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
         model = read_model(path)
     model.eval()
     return to_integer(model) if integer else model
+
+
+def is_quantized(directory: str | Path) -> bool:
+    """Whether the folder holds a model of ours that `save_quantized` wrote."""
+    try:
+        return _read_config(Path(directory)).get("model_type") == MODEL_TYPE
+    except UserError:
+        return False
+
+
+def read_weights(directory: str | Path, record: Quantization) -> dict[str, Tensor]:
+    """{name: rounded weight [out, in]} of a folder of either layout, for the weights of `record`.
+
+    Raises UserError for a damaged folder.
+    """
+    from safetensors.torch import load_file
+
+    tensors = load_file(Path(directory) / _WEIGHTS)
+    found = {}
+    for weight in record.weights:
+        stem, scheme = weight.name.removesuffix("weight"), weight.scheme
+        parts = {s: tensors[stem + s] for s in SUFFIXES if stem + s in tensors}
+        codes = unpack_weight(weight.name, parts, scheme.weight_bits, scheme.group_size)
+        found[weight.name] = codes.dequantize().flatten(1)
+    return found
 
 
 def _load_ours(path: Path, config: dict[str, Any]) -> Transformer:

@@ -54,11 +54,16 @@ class Comparison:
         )
 
 
-def sample_ids(model: Transformer) -> Tensor:
-    """Random token ids [4, T]."""
-    generator = torch.Generator().manual_seed(0)
+def sample_size(model: Transformer) -> tuple[int, int]:
+    """(texts, tokens of each) to compare on: 1,024 tokens, fewer where a vocabulary is large."""
     length = min(model.config.max_position_embeddings, 64)
-    return torch.randint(model.config.vocab_size, (4, length), generator=generator)
+    return max(2, min(16, 2**24 // (model.config.vocab_size * length))), length
+
+
+def sample_ids(model: Transformer) -> Tensor:
+    """Random token ids [B, T]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, sample_size(model), generator=generator)
 
 
 @torch.no_grad()

@@ -2,8 +2,10 @@
 
 Signed 8-bit weights go through instructions that saturate on x86 processors without VNNI: ONNX
 Runtime then gives wrong integers unless `session.x64quantprecision` is 1 (it costs nothing where
-the processor is exact). An ONNX file cannot set that itself, so it stands in its metadata, and
-`open_session` applies what it finds there.
+the processor is exact). And it may round activations to 8 bits by blocks in front of integer
+weights, unless `session.qdq_matmulnbits_accuracy_level` is 1; the graphs are built so that it does
+not come to that, as far as version 1.32 goes. A file cannot set either itself, so they stand in its
+metadata, and `open_session` applies what it finds there.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ LARGEST = 2**31 - 2**20
 """Bytes that fit into one file of protobuf."""
 WEIGHTS = "weights.bin"
 SETTINGS = "skipless.session_options"
-SAFE = {"session.x64quantprecision": "1"}
+SAFE = {"session.x64quantprecision": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
 _INSIDE, _ALIGNMENT = 1024, 64
 
 
