@@ -5,7 +5,7 @@
     AutoModelForCausalLM.from_pretrained("patched")   # as skipless.surgery.load("patched")
 
 configuration.py  settings as config.json
-modeling.py       body, language model, classifier; arguments.py, attention.py and past.py around it
+modeling.py       language model and classifier on body.py; attention.py, past.py, arguments.py
 exporting.py      a run directory as a folder, reloaded and compared
 training.py       optimiser and callbacks for the Trainer
 auto.py           Auto classes, also for patched folders; quantizer.py packed ones
@@ -15,13 +15,10 @@ cache.py          keys and values as packed integers
 """
 
 from skipless.hf.auto import PatchedConfig, register
+from skipless.hf.body import SkiplessModel
 from skipless.hf.cache import QuantizedCache
 from skipless.hf.configuration import SkiplessConfig
-from skipless.hf.modeling import (
-    SkiplessForCausalLM,
-    SkiplessForSequenceClassification,
-    SkiplessModel,
-)
+from skipless.hf.modeling import SkiplessForCausalLM, SkiplessForSequenceClassification
 from skipless.hf.quantizer import register as register_quantizer
 from skipless.pretrained import fetch_model
 

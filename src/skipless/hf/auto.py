@@ -22,12 +22,9 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 
 from skipless.errors import UserError
+from skipless.hf.body import SkiplessModel
 from skipless.hf.configuration import SkiplessConfig
-from skipless.hf.modeling import (
-    SkiplessForCausalLM,
-    SkiplessForSequenceClassification,
-    SkiplessModel,
-)
+from skipless.hf.modeling import SkiplessForCausalLM, SkiplessForSequenceClassification
 from skipless.surgery.loading import load
 from skipless.surgery.saving import MODEL_TYPE
 
