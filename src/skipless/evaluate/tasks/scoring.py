@@ -153,8 +153,8 @@ class _Group:
 
     @property
     def cost(self) -> int:
-        """In tokens; 0 for no questions."""
-        return sum(self.widths) + (2 * PASS_TOKENS if self.numbers else 0)
+        """In tokens; 0 for no questions. Answers of one token need no second pass."""
+        return sum(width + PASS_TOKENS for width in self.widths if width)
 
     def fits(self, batch_tokens: int) -> bool:
         return max(self.widths) <= batch_tokens
