@@ -1,26 +1,35 @@
-"""Folders that commands write: whole or not there. Read by surgery and the command line.
+"""Folders that commands write: whole or not there. Read by surgery, export and the command line.
 
 What is written goes to a temporary folder on the same disk and is renamed at the end. The temporary
 one is locked while it is written, so that the next command knows those of killed processes and
 removes them. A folder that exists and is empty (it may be a mount or the working directory) stays
 the one it is and is filled, config.json last; a link stays a link.
+
+`written_folder` makes a new one, `replaced_folder` may put it in the place of another: names are
+exchanged in one step where the system can (Linux, macOS), so that a killed process leaves the old
+folder or the new one. Where it cannot, two renames have to do, and the old one is for a moment
+called .NAME.XXXXXXXX.old beside (`set_aside`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
+import glob
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 from skipless.errors import UserError
 from skipless.locking import try_lock
 
-__all__ = ["free_folder", "staging_folder", "written_folder"]
+__all__ = ["free_folder", "replaced_folder", "set_aside", "staging_folder", "written_folder"]
 
 _PREFIX, _SUFFIX = ".skipless-", ".tmp"
 
@@ -52,11 +61,42 @@ def written_folder(out: str | os.PathLike) -> Iterator[Path]:
     On any exception it is removed and `out` stays as it was. Raises UserError when the disk
     refuses, or when another process wrote `out` meanwhile.
     """
+    with _written(Path(out), free_folder, os.rename) as made:  # which refuses what holds something
+        yield made
+
+
+@contextlib.contextmanager
+def replaced_folder(
+    out: str | os.PathLike, check: Callable[[Path], Any] = lambda path: None
+) -> Iterator[Path]:
+    """Yield an empty temporary folder, which takes the place of `out` when the block succeeds.
+
+    `check(path)` raises UserError for what must stay, now and again at the end, since another
+    process may have been there. Exceptions and errors as in `written_folder`.
+    """
+    check(Path(out))
+    with _written(Path(out), check, _take_place) as made:
+        yield made
+
+
+def set_aside(out: str | os.PathLike) -> Path | None:
+    """The folder that stood at `out`, which is missing, until a process that replaced it was killed
+    between two renames; None where there is none."""
     path = Path(out)
+    if os.path.lexists(path) or not path.parent.is_dir():
+        return None
+    found = [old for old in path.parent.glob(f".{glob.escape(path.name)}.*.old") if old.is_dir()]
+    return max(found, key=lambda old: old.stat().st_mtime, default=None)
+
+
+@contextlib.contextmanager
+def _written(
+    path: Path, check: Callable[[Path], Any], place: Callable[[Path, Path], Any]
+) -> Iterator[Path]:
     temporary = handle = None
     try:
         target = Path(os.path.realpath(path))
-        inside = target.is_dir()
+        inside = target.is_dir() and all(_is_ours(entry) for entry in target.iterdir())
         parent = target if inside else target.parent
         parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(parent)
@@ -64,11 +104,12 @@ def written_folder(out: str | os.PathLike) -> Iterator[Path]:
         made = temporary / "new"  # savers lock the folder that they write, so it is another one
         made.mkdir()
         yield made
-        free_folder(target)
+        _flush(made)
+        check(target)
         if inside:
             _fill(target, made)
         else:
-            os.rename(made, target)  # refuses a folder that holds something
+            place(made, target)
     except UserError as error:  # of a saver, which knows the temporary name only
         text = str(error).replace(f"{temporary}{os.sep}new", str(path))
         if text == str(error):
@@ -99,6 +140,60 @@ def staging_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if handle is not None:
             os.close(handle)
+
+
+def _flush(folder: Path) -> None:
+    """Have the disk hold all files, before names say that they are there."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def _take_place(made: Path, target: Path) -> None:
+    """Give `made` the name `target`; a folder that is there gets the name `made`, or is removed.
+
+    Raises OSError; `target` then is what it was.
+    """
+    for _ in range(5):  # another process may make or take away the target at any time
+        try:
+            if not os.path.lexists(target):
+                os.rename(made, target)
+                return
+            if _exchange(made, target):
+                return
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.old")
+    os.rename(target, old)
+    try:
+        os.rename(made, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where system or disk cannot."""
+    if os.name == "nt":
+        return False
+    library = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(first), os.fsencode(second)
+    if hasattr(library, "renameat2"):  # Linux: both relative to the working directory (-100)
+        failed = library.renameat2(-100, names[0], -100, names[1], 2)
+    elif hasattr(library, "renamex_np"):  # macOS
+        failed = library.renamex_np(*names, 2)
+    else:
+        return False
+    if not failed:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def _fill(target: Path, made: Path) -> None:

@@ -273,3 +273,48 @@ def test_damaged_folders_of_transformers_are_refused(tmp_path, capfd):
     (folder / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="cannot be loaded"):
         load_quantized(folder)
+
+
+def test_places_modes_and_what_a_kill_left(tmp_path):
+    model = ours()
+    quantize(model, "W8A8")
+    folder = save_quantized(model, tmp_path / "a")
+    modes = {oct(file.stat().st_mode) for file in folder.iterdir()}
+    assert len(modes) == 1, "weights are as readable as the rest"
+    (tmp_path / "link").symlink_to("a")
+    save_quantized(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    folder.rename(tmp_path / ".a.0badcafe.old")
+    with pytest.raises(UserError, match=r"being replaced.*whole in .*\.a\.0badcafe\.old"):
+        load_quantized(folder)
+    for bad, says in (("a\0b", "null byte"), ("x" * 300, "name too long"), ("a", "a file")):
+        if bad == "a":
+            (tmp_path / "a").write_text("")
+        with pytest.raises(UserError, match=says):
+            save_quantized(model, tmp_path / bad)
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="mounts a small disk: POSIX, root")
+def test_a_full_disk_leaves_the_old_folder(tmp_path):
+    import subprocess
+
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no disk may be mounted here")
+    try:
+        model = ours()
+        quantize(model, "W2A8")
+        folder = save_quantized(model, small / "a")
+        restore(model)
+        quantize(model, "W8A8", include_head=True)
+        with pytest.raises(UserError, match=r"cannot write .*/a: .*nothing was written"):
+            for _ in range(4):
+                (small / "filler").write_bytes(b"x" * 40_000)
+                save_quantized(model, folder)
+        (small / "filler").unlink()
+        assert os.listdir(small) == ["a"]
+        assert str(quantization(load_quantized(folder)).scheme) == "W2A8"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)

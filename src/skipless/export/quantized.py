@@ -3,16 +3,18 @@
     model.safetensors   packed codes and scales (`quant.bits`), everything else as it was
     config.json         the model's own, with `quantization_config`: scheme, scope, ranges
 
-Whole or not there: written under a temporary name and renamed, so that an interrupted save leaves
-the folder of before. A loaded model gives the same bits, simulated and on integers. transformers
-reads folders of its models itself after `import skipless.hf`; the layout "compressed-tensors" is
-for programs that know that package (vLLM, transformers), and says of activations only what it has
-words for.
+Whole or not there: written under a temporary name, which then takes the place of the folder of
+before in one step, so that an interrupted save leaves that one (`skipless.outputs`). A loaded model
+gives the same bits, simulated and on integers. transformers reads folders of its models itself
+after `import skipless.hf`; the layout "compressed-tensors" is for programs that know that package
+(vLLM, transformers), and says of activations only what it has words for.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from torch import Tensor, nn
 from skipless.config import ModelConfig
 from skipless.errors import UserError, check_choice
 from skipless.export.compressed_tensors import settings_of
-from skipless.files import atomic_path
 from skipless.jsonable import parse_json, read_text
 from skipless.model import Transformer
+from skipless.outputs import free_folder, replaced_folder, set_aside
 from skipless.quant import Quantization, quantization, to_integer
 from skipless.quant.bits import SUFFIXES, unpack_weight
 from skipless.quant.saved import METHOD, is_packed, resume, saved_form
@@ -52,15 +54,14 @@ def save_quantized(
 
     check_choice("layout", layout, LAYOUTS)
     path = Path(directory)
-    _check_free(path)
+    _check_free(path)  # before anything is packed
     settings, form = None, "skipless"
     if layout != "skipless":
         settings, form = settings_of(model)
     tensors, own = saved_form(model, form)
     settings = settings or own
     config = _config_of(model, settings)
-    with atomic_path(path) as temporary:
-        temporary.mkdir()
+    with replaced_folder(path, _check_free) as temporary:
         if isinstance(model, Transformer):
             text = json.dumps(config, indent=2) + "\n"
             (temporary / _CONFIG).write_text(text, encoding="utf-8")
@@ -68,6 +69,7 @@ def save_quantized(
             tensors = _untied(model, tensors)
             _write_transformers_config(model, temporary, settings)
         save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(temporary / _CONFIG, temporary / _WEIGHTS)  # safetensors makes it 0600
         if beside is not None:
             beside(temporary)
     return path
@@ -145,6 +147,11 @@ def _read_config(path: Path) -> dict[str, Any]:
     file = path / _CONFIG
     config = parse_json(read_text(file), where=str(file)) if file.is_file() else {}
     settings = config.get("quantization_config") if isinstance(config, dict) else None
+    if (old := set_aside(path)) is not None:
+        raise UserError(
+            f"{path} was being replaced when its process was killed, and what it held is whole in "
+            f"{old}; rename that folder"
+        )
     if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
         raise UserError(
             f"{path} holds no model quantised by skipless; save one with save_quantized or "
@@ -154,11 +161,15 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_free(path: Path) -> None:
-    """UserError for a file, and for a folder of something else."""
-    if path.is_file():
+    """UserError for a file, a folder of something else, and a path that no disk can hold."""
+    if os.path.isfile(path):  # False for what is no path
         raise UserError(f"{path} is a file; name a folder")
-    if not path.is_dir() or not any(path.iterdir()):
+    try:
+        free_folder(path)
         return
+    except UserError:
+        if not os.path.isdir(path):
+            raise
     try:
         config = parse_json(read_text(path / _CONFIG), where=_CONFIG)
         method = config["quantization_config"]["quant_method"]
