@@ -24,7 +24,7 @@ ORDER = [
     ("quant", "pretrained"),
     ("evaluate",),
     ("train",),
-    ("measure", "surgery"),
+    ("measure", "surgery", "card"),
     ("decoding", "hf", "export"),
     ("report",),
     ("diagnose",),

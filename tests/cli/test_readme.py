@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 READERS = (
     "eval", "probe", "quantize", "report", "show", "doctor", "diagnose", "export", "generate",
+    "card",
 )  # fmt: skip
 ONLY_PARSED = ("convert", "prune", "fold")
 """They take minutes on the models that the pages name; tests/surgery runs them on tiny ones."""

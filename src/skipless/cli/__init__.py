@@ -12,6 +12,7 @@ has its name in GROUPS:
     measuring.py  what reads trained runs: probe, quantize, report
     evaluating.py what asks a model questions: eval
     generating.py what has a model write: generate
+    carding.py    what describes a run to others: card
     diagnosing.py what reads any model: diagnose
     doctoring.py  what judges a run or a model: doctor
     surgery.py    what changes models that others trained: patch
@@ -33,6 +34,7 @@ import tyro
 
 from skipless import __version__
 from skipless.cli.arguments import again, split_settings
+from skipless.cli.carding import card
 from skipless.cli.catalogs import data, list_, models, show
 from skipless.cli.convert import convert
 from skipless.cli.diagnosing import diagnose
@@ -60,7 +62,7 @@ GROUPS = {
         "fold": fold,
     },
     "Use models": {"generate": generate},
-    "Use models elsewhere": {"export": export},
+    "Use models elsewhere": {"export": export, "card": card},
 }
 COMMANDS: dict[str, Callable[..., None]] = {
     name: function for commands in GROUPS.values() for name, function in commands.items()
