@@ -72,13 +72,15 @@ class Diagnosis:
         """Tensors that the scheme rounds, each once, the lowest token_sqnr first."""
         scheme = scheme or self.schemes[0]
         kinds = ROUNDED[self.scope or "linear"]
-        seen, found = set(), []
-        for row in self.sites:
-            known = row["token_sqnr"].get(scheme) is not None
-            if known and row["kind"] in kinds and row["tensor"] not in seen:
-                seen.add(row["tensor"])
-                found.append(row)
-        return sorted(found, key=lambda row: row["token_sqnr"][scheme])
+        rounded = [
+            row for row in self.sites
+            if row["token_sqnr"].get(scheme) is not None and row["kind"] in kinds
+        ]  # fmt: skip
+        rounded.sort(key=lambda row: row["token_sqnr"][scheme])
+        first: dict[str, dict[str, Any]] = {}
+        for row in rounded:  # a tensor that sites round differently counts at the worst of them
+            first.setdefault(row["tensor"], row)
+        return list(first.values())
 
     def recommended(self) -> dict[str, Any] | None:
         """The alternative to paste: the first that leaves a tenth of the damage, else the best.

@@ -29,14 +29,18 @@ def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, A
     """A row a matrix: site (module), layer, sublayer, shape, quantised, std, max_over_std, kurtosis
     and, by scheme in dB, sqnr (S3, all values pooled), channel_sqnr (of the mean over output
     channels of noise over energy: every channel counts alike), ideal, gap of channel_sqnr, and
-    remedies {channel, g32, clip:mse: channel_sqnr}."""
+    remedies {channel, g32, clip:mse: channel_sqnr}. A matrix is judged at the format that a
+    scheme's overrides give it; one left in full precision has no numbers at that scheme."""
     heads, places = find_heads(model), {site.module: site for site in find_sites(model)}
-    rows, found = [], {}
+    rows: list[dict[str, Any]] = []
+    found: dict[int, tuple[str, nn.Module]] = {}
+    names: dict[int, list[str]] = {}
     for name, module in model.named_modules():
         if is_linear(module) or isinstance(module, nn.Embedding):
             # While none is replaced from disk, the same object is the same weight.
             found.setdefault(id(weight_of(module)), (name, module))
-    for name, module in found.values():
+            names.setdefault(id(weight_of(module)), []).append(name)
+    for key, (name, module) in found.items():
         ensure_loaded(model, name)
         matrix = weight_of(module).detach()
         matrix = matrix.t() if type(module).__name__ == "Conv1D" else matrix
@@ -52,12 +56,14 @@ def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, A
         }  # fmt: skip
         if row["quantised"]:
             for scheme in schemes:
-                key, ideal = str(scheme), gaussian_sqnr(scheme.weight_bits)
-                pooled, each = _ratios(matrix, scheme)
-                row["sqnr"][key], row["channel_sqnr"][key] = pooled, each
-                row["ideal"][key] = ideal
-                row["gap"][key] = None if each is None else ideal - each
-                row["remedies"][key] = _finer(matrix, scheme)
+                if (part := scheme.at(*names[key])) is None:
+                    continue
+                text, ideal = str(scheme), gaussian_sqnr(part.weight_bits)
+                pooled, each = _ratios(matrix, part)
+                row["sqnr"][text], row["channel_sqnr"][text] = pooled, each
+                row["ideal"][text] = ideal
+                row["gap"][text] = None if each is None else ideal - each
+                row["remedies"][text] = _finer(matrix, part)
         rows.append(row)
     return rows
 
