@@ -29,8 +29,8 @@ def export(
         ),
     ] = None,
     format: Annotated[
-        Literal["skipless", "compressed-tensors", "onnx", "llama", "gguf"],
-        option("{skipless,compressed-tensors,onnx,llama,gguf}"),
+        Literal["skipless", "compressed-tensors", "hf", "onnx", "llama", "gguf"],
+        option("{skipless,compressed-tensors,hf,onnx,llama,gguf}"),
     ] = "skipless",
     scheme: Annotated[
         str | None, option("SCHEME", default="W8A8; onnx and gguf: full precision")
@@ -48,7 +48,8 @@ def export(
 ) -> None:
     """Write a model for other programs, read it back and print the difference.
 
-    skipless and compressed-tensors are folders of packed integers (docs/integer.md). onnx is our
+    skipless and compressed-tensors are folders of packed integers (docs/integer.md). hf is a run
+    as it is for transformers, after `import skipless.hf` (docs/huggingface.md). onnx is our
     decoder for ONNX Runtime: FILE.onnx is one graph, a folder holds one with and one without past
     keys. llama and gguf fold gains and temperatures into a model with ordinary skips, for stock
     transformers and for llama.cpp (docs/export.md).
@@ -86,6 +87,7 @@ def export(
     writers: dict[str, Callable[[], tuple[list[str], dict[str, Any], str]]] = {
         "skipless": lambda: _packed(model, path, scheme or "W8A8", format, rounding),
         "compressed-tensors": lambda: _packed(model, path, scheme or "W8A8", format, rounding),
+        "hf": lambda: _transformers(model, path),
         "onnx": lambda: _onnx(model, path, scheme, cached, rounding),
         "llama": lambda: _llama(model, path, text, norm_gains, tokens),
         "gguf": lambda: _gguf(model, path, dtype, scheme, norm_gains),
@@ -137,6 +139,18 @@ def _packed(
     }  # fmt: skip
     reader = "skipless.export.load_quantized" if layout == "skipless" else "compressed-tensors"
     return lines, answer, reader
+
+
+def _transformers(model: str, path: Path) -> tuple[list[str], dict[str, Any], str]:
+    from skipless.hf.exporting import export_model
+
+    done = export_model(model, path)
+    lines = [done.describe(), f"{done.num_bytes / 1e6:,.1f} MB"]
+    answer = {
+        "model": done.model, "difference": done.difference, "num_tokens": done.num_tokens,
+        "num_bytes": done.num_bytes,
+    }  # fmt: skip
+    return lines, answer, "transformers, after `import skipless.hf`,"
 
 
 def _onnx(

@@ -1,0 +1,180 @@
+"""A folder with its own code loads where the package is missing, and computes the same bits."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from skipless.config import ConnectionConfig, ConnectionOverride, InitConfig, ModelConfig
+from skipless.errors import UserError
+from skipless.hf import SkiplessConfig, SkiplessForCausalLM, SkiplessForSequenceClassification
+from skipless.hf.remote import write_remote_code
+
+IDS = torch.randint(60, (2, 9), generator=torch.Generator().manual_seed(0))
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "skipless":
+            raise ModuleNotFoundError("No module named 'skipless'")
+
+sys.meta_path.insert(0, Missing())
+import json, torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForSequenceClassification
+
+torch.set_num_threads(1)
+folder, kind, again = sys.argv[1:]
+try:
+    import skipless
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("skipless is there, so the test tests nothing")
+ids = torch.load(folder + "/ids.pt")
+auto = AutoModelForCausalLM if kind == "causal" else AutoModelForSequenceClassification
+model = auto.from_pretrained(folder, trust_remote_code=True).eval()
+found = {"logits": model(ids).logits}
+assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "skipless"
+if kind == "causal":
+    found["tokens"] = model.generate(ids, max_new_tokens=8, do_sample=False)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    found["padded"] = model(ids, attention_mask=mask).logits[0, 3:]
+    body = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
+    found["body"] = body(ids).last_hidden_state
+    model.save_pretrained(again)
+assert not any(name.split(".")[0] == "skipless" for name in sys.modules)
+torch.save(found, folder + "/found.pt")
+"""
+
+
+def config(**changes) -> SkiplessConfig:
+    """A small model; `changes` are settings of `ModelConfig`."""
+    small = ModelConfig(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=60,
+        max_position_embeddings=24, **changes,
+    )  # fmt: skip
+    return SkiplessConfig.from_model_config(small)
+
+
+def save(model, folder):
+    """Save with parameters away from their start, where gains hide what is wrong."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.rand(parameter.shape, generator=generator))
+    model.eval().save_pretrained(folder)
+    torch.save(IDS, folder / "ids.pt")
+    return model
+
+
+def load_without_the_package(folder, kind, tmp_path):
+    environment = os.environ | {
+        "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    again = str(tmp_path / "again")
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(folder), kind, again], env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return torch.load(folder / "found.pt")
+
+
+def test_logits_are_the_packages_bit_for_bit(tmp_path):
+    """Connections of every form in one model, an identity bias, grouped queries, a cache."""
+    overrides = (
+        ConnectionOverride(layers=(0,), connection=ConnectionConfig(kind="learned")),
+        ConnectionOverride(layers=(1,), sublayer="mlp", connection=ConnectionConfig(kind="sphere")),
+        ConnectionOverride(
+            layers=(2,), sublayer="mlp", connection=ConnectionConfig(kind="universal")
+        ),
+    )
+    settings = config(
+        connection=ConnectionConfig(kind="interpolate"), connection_overrides=overrides,
+        init=InitConfig(identity_bias=2.0), num_key_value_heads=2, hidden_act="swiglu",
+    )  # fmt: skip
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    model = save(SkiplessForCausalLM(settings), folder)
+    files = write_remote_code(folder)
+    assert files[-1].name == "config.json" and all(file.is_file() for file in files)
+    found = load_without_the_package(folder, "causal", tmp_path)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        assert torch.equal(found["logits"], model(IDS).logits)
+        assert torch.equal(found["padded"], model(IDS, attention_mask=mask).logits[0, 3:])
+        assert torch.equal(found["body"], model.model(IDS).last_hidden_state)
+    assert torch.equal(found["tokens"], model.generate(IDS, max_new_tokens=8, do_sample=False))
+    # saved there without the package, and read here with it
+    import skipless.hf  # noqa: F401
+
+    back = SkiplessForCausalLM.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(back(IDS).logits, model(IDS).logits)
+
+
+def test_a_classifier(tmp_path):
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    settings = config(num_labels=3, causal=False)
+    model = save(SkiplessForSequenceClassification(settings), folder)
+    write_remote_code(folder)
+    found = load_without_the_package(folder, "classifier", tmp_path)
+    with torch.no_grad():
+        assert torch.equal(found["logits"], model(IDS).logits)
+
+
+def test_the_files_need_nothing_else(tmp_path):
+    """They import the standard library, torch, safetensors, transformers and one another; every
+    file that is there is needed."""
+    save(SkiplessForCausalLM(config()), tmp_path)
+    files = [file for file in write_remote_code(tmp_path) if file.suffix == ".py"]
+    allowed = set(sys.stdlib_module_names) | {"torch", "safetensors", "transformers"}
+    needed = {"modeling_skipless", "configuration_skipless"}
+    for file in files:
+        text = file.read_text()
+        assert "\nfrom skipless" not in text and "\nimport skipless" not in text.replace(
+            "    import skipless", ""
+        )
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                assert {alias.name.split(".")[0] for alias in node.names} <= allowed, file
+            elif isinstance(node, ast.ImportFrom) and node.level:
+                needed.add(node.module)
+                assert (tmp_path / f"{node.module}.py").is_file(), f"{file}: {node.module}"
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] in allowed, f"{file}: {node.module}"
+    assert {file.stem for file in files} == needed
+
+
+def test_writing_again_changes_nothing(tmp_path):
+    save(SkiplessForCausalLM(config()), tmp_path)
+    first = {file: file.read_bytes() for file in write_remote_code(tmp_path)}
+    assert first == {file: file.read_bytes() for file in write_remote_code(tmp_path)}
+    settings = json.loads((tmp_path / "config.json").read_text())
+    assert settings["auto_map"]["AutoModelForCausalLM"] == "modeling_skipless.SkiplessForCausalLM"
+
+
+def test_other_folders_are_refused(tmp_path):
+    with pytest.raises(UserError, match="holds no model of the classes in skipless.hf"):
+        write_remote_code(tmp_path)
+    for settings, words in [
+        ({"architectures": ["LlamaForCausalLM"]}, "holds no model of the classes"),
+        ({"architectures": ["SkiplessForCausalLM"], "quantization_config": {}}, "packed integers"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        with pytest.raises(UserError, match=words):
+            write_remote_code(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
