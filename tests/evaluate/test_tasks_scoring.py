@@ -1,15 +1,19 @@
 """Scores against one plain float64 pass a request; what cannot be shared is not."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tasks_material import llama
 
 from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.evaluate.tasks import Encoded, score_requests
 from skipless.evaluate.tasks.encoding import shared_length
+from skipless.evaluate.tasks.planning import PASS_TOKENS, pieces, plan
 from skipless.evaluate.tasks.scoring import choose_mode
 from skipless.model import Transformer
 from skipless.model.cache import KeyValueCache
@@ -160,3 +164,38 @@ def test_tokens_beyond_the_vocabulary_and_nan(model):
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(UserError, match="not finite"):
         score_requests(model, QUESTIONS, mode="plain")
+
+
+@given(st.lists(st.integers(1, 60), max_size=7), st.integers(20, 120))
+def test_pieces_cost_least_of_all_cuts(lengths, batch_tokens):
+    def cost(batches):
+        return sum(len(b) * max(b) + PASS_TOKENS for b in batches)
+
+    def allowed(batch):
+        return len(batch) == 1 or len(batch) * max(batch) <= batch_tokens
+
+    found = pieces(lengths, batch_tokens)
+    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+    batches = [[lengths[i] for i in batch] for batch in found]
+    assert all(map(allowed, batches))
+    ordered, cheapest = sorted(lengths, reverse=True), []
+    for cuts in itertools.product((False, True), repeat=max(len(lengths) - 1, 0)):
+        split, start = [], 0
+        for end in [i + 1 for i, cut in enumerate(cuts) if cut] + [len(lengths)]:
+            split.append(ordered[start:end])
+            start = end
+        if lengths and all(map(allowed, split)):
+            cheapest.append(cost(split))
+    assert cost(batches) == min(cheapest, default=0)
+
+
+def test_a_plan_holds_every_question_once_and_shares_where_that_is_cheaper():
+    long = [question(n, 40 + n, 3, 4, 5) for n in range(6)]
+    short = [question(9 + n, 2, 20, 20) for n in range(6)]
+    groups, whole = plan([*long, *short], 1024)
+    assert sorted([*whole, *(n for g in groups for n in g.numbers)]) == list(range(12))
+    assert whole == list(range(6, 12))
+    assert len(groups) == 1 and groups[0].length == 40  # recomputing 5 tokens is less than a pass
+    groups, whole = plan([*long, *short], 1024, only_equal=True, always=True)
+    assert not whole and all(len(g.numbers) == 1 for g in groups[:-1])
+    assert all(max(g.widths) <= 100 for g in plan(long, 100)[0] if len(g.numbers) > 1)

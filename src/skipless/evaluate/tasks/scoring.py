@@ -13,8 +13,9 @@ numbers is scored plainly, and the result says so.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,13 +24,12 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
 from skipless.evaluate.tasks.encoding import Encoded, shared_length
+from skipless.evaluate.tasks.planning import pieces, plan
 from skipless.quant import evaluation_mode, quantization
 
 Mode = Literal["auto", "shared", "plain", "single"]
 BATCH_TOKENS = 1024
 """Tokens a forward pass, padding included: at 50,000 words that is 200 MB of logits."""
-PASS_TOKENS = 16
-"""A forward pass reads every weight, which takes a CPU as long as computing so many tokens."""
 _FP32_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.5  # nats, to tell a broken cache from rounding
 
 
@@ -64,15 +64,16 @@ def score_requests(
 ) -> Scores:
     """Score the requests of every question; those of one question may share a prefix.
 
-    `mode` "auto" is what `choose_mode` says; the others are as in the module's text, unchecked,
-    "single" one request at a time. Runs in eval mode without gradients. `on_scored(count)` is
-    called as requests are done. Raises UserError for a model that is not a causal language model
-    and for numbers that are not finite.
+    `mode` "auto" is what `choose_mode` says, and shares where that is less work; the others are as
+    in the module's text, unchecked, "single" one request at a time. Runs in eval mode without
+    gradients. `on_scored(count)` is called as requests are done. Raises UserError for a model that
+    is not a causal language model and for numbers that are not finite.
     """
     if batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}; a positive number was expected")
     caller, note = Caller(model), ""
     caller.check_ids(max((max(*r.inputs, *r.targets) for q in questions for r in q), default=0))
+    always = mode == "shared"
     if mode == "auto":
         mode, note = choose_mode(model, questions)
     with evaluation_mode(model):
@@ -85,7 +86,7 @@ def score_requests(
         elif mode == "plain":
             worker.all_plain(flat, batch_tokens)
         else:
-            worker.all_shared(batch_tokens)
+            worker.all_shared(batch_tokens, always)
     scores = [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
     return Scores(scores=scores, mode=mode, note=note)
 
@@ -134,39 +135,6 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
     return "shared", ""
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Questions that are scored together. A shorter prefix than a question shares is right too, and
-    costs tokens that are computed for each of its requests; a group of its own costs two passes."""
-
-    numbers: list[int] = field(default_factory=list)
-    num_requests: int = 0
-    length: int = 0
-    """Of the prefix."""
-    longest: int = 0
-    """Tokens of the longest request."""
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Tokens of the two passes."""
-        return len(self.numbers) * self.length, self.num_requests * (self.longest - self.length)
-
-    @property
-    def cost(self) -> int:
-        """In tokens; 0 for no questions. Answers of one token need no second pass."""
-        return sum(width + PASS_TOKENS for width in self.widths if width)
-
-    def fits(self, batch_tokens: int) -> bool:
-        return max(self.widths) <= batch_tokens
-
-    def with_(self, other: _Group) -> _Group:
-        """Both, where `other` has the shorter prefix."""
-        return _Group(
-            self.numbers + other.numbers, self.num_requests + other.num_requests, other.length,
-            max(self.longest, other.longest),
-        )  # fmt: skip
-
-
 class _Worker:
     """Forward passes; fills `found` by (question, request)."""
 
@@ -196,36 +164,22 @@ class _Worker:
             end = keep or len(request.inputs)
             self.put(place, row[end - len(request.targets) : end])
 
-    def all_shared(self, batch_tokens: int) -> None:
+    def all_shared(self, batch_tokens: int, always: bool) -> None:
         """Questions in groups, each in two passes: prefixes of one length, then what follows.
 
         A quantised model's are grouped only where they share equally much: recomputing the end of a
         prefix in another batch moves the last digits of sums, which tips rounding to few bits.
         """
         only_equal = quantization(self.caller.model) is not None
-        shared = {n: shared_length(r) for n, r in enumerate(self.questions) if len(r) > 1}
-        sharing = sorted((n for n in shared if shared[n]), key=lambda n: -shared[n])
-        alone = [n for n in range(len(self.questions)) if not shared.get(n)]
-        self.all_plain([(n, i) for n in alone for i in range(len(self.questions[n]))], batch_tokens)
-        group = _Group()
-        for number in sharing:
-            requests = self.questions[number]
-            one = _Group(
-                [number], len(requests), shared[number], max(len(r.inputs) for r in requests)
-            )
-            both = group.with_(one)
-            joins = group.length == one.length if only_equal else both.cost < group.cost + one.cost
-            if joins and both.fits(batch_tokens):
-                group = both
-            else:
-                self.shared(group.numbers, group.length)
-                group = one
-        self.shared(group.numbers, group.length)
+        groups, whole = plan(
+            self.questions, batch_tokens, only_equal=only_equal, always=always or only_equal
+        )
+        self.all_plain([(n, i) for n in whole for i in range(len(self.questions[n]))], batch_tokens)
+        for group in groups:
+            self.shared(group.numbers, group.length, batch_tokens)
 
-    def shared(self, numbers: list[int], length: int) -> None:
-        """Questions that all share at least their first `length` tokens; nothing for none."""
-        if not numbers:
-            return
+    def shared(self, numbers: list[int], length: int, batch_tokens: int) -> None:
+        """Questions that all share at least their first `length` tokens."""
         prefixes = [self.questions[n][0].inputs[:length] for n in numbers]
         last, cache = self.caller.begin(torch.tensor(prefixes))
         rows, places = [], []
@@ -236,15 +190,17 @@ class _Worker:
                 else:
                     rows.append(row)
                     places.append((number, i))
-        if not places:
-            return
-        rests = [self.at(place).inputs[length:] for place in places]
-        logits = self.caller.go_on(_padded(rests), cache, torch.tensor(rows))
-        for line, (row, place) in enumerate(zip(rows, places, strict=True)):
-            request = self.at(place)
-            first = len(request.inputs) - len(request.targets) - length
-            here = logits[line, max(first, 0) : len(rests[line])]
-            self.put(place, here if first >= 0 else torch.cat((last[row : row + 1], here)))
+        batches = pieces([len(self.at(place).inputs) - length for place in places], batch_tokens)
+        for batch in batches:
+            held = cache if batch is batches[-1] else copy.deepcopy(cache)
+            rests = [self.at(places[i]).inputs[length:] for i in batch]
+            logits = self.caller.go_on(_padded(rests), held, torch.tensor([rows[i] for i in batch]))
+            for line, i, rest in zip(logits, batch, rests, strict=True):
+                request = self.at(places[i])
+                first = len(request.inputs) - len(request.targets) - length
+                here = line[max(first, 0) : len(rest)]
+                before = last[rows[i] : rows[i] + 1]
+                self.put(places[i], here if first >= 0 else torch.cat((before, here)))
 
     def put(self, place: tuple[int, int], logits: Tensor) -> None:
         """Score the request at `place` by logits [targets, V]."""
