@@ -31,28 +31,30 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers import AutoModelForSequenceClassification
 
 torch.set_num_threads(1)
-folder, kind, again = sys.argv[1:]
+torch.set_grad_enabled(False)
+causal, classifier, again = sys.argv[1:]
 try:
     import skipless
 except ModuleNotFoundError:
     pass
 else:
     raise SystemExit("skipless is there, so the test tests nothing")
-ids = torch.load(folder + "/ids.pt")
-auto = AutoModelForCausalLM if kind == "causal" else AutoModelForSequenceClassification
-model = auto.from_pretrained(folder, trust_remote_code=True).eval()
-found = {"logits": model(ids).logits}
-assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "skipless"
-if kind == "causal":
-    found["tokens"] = model.generate(ids, max_new_tokens=8, do_sample=False)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    found["padded"] = model(ids, attention_mask=mask).logits[0, 3:]
-    body = AutoModel.from_pretrained(folder, trust_remote_code=True).eval()
-    found["body"] = body(ids).last_hidden_state
-    model.save_pretrained(again)
+trust = {"trust_remote_code": True}
+autos = {causal: AutoModelForCausalLM, classifier: AutoModelForSequenceClassification}
+for folder, auto in autos.items():
+    ids = torch.load(folder + "/ids.pt")
+    model = auto.from_pretrained(folder, **trust).eval()
+    found = {"logits": model(ids).logits}
+    assert AutoConfig.from_pretrained(folder, **trust).model_type == "skipless"
+    if folder == causal:
+        found["tokens"] = model.generate(ids, max_new_tokens=8, do_sample=False)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        found["padded"] = model(ids, attention_mask=mask).logits[0, 3:]
+        found["body"] = AutoModel.from_pretrained(folder, **trust).eval()(ids).last_hidden_state
+        model.save_pretrained(again)
+    torch.save(found, folder + "/found.pt")
 assert not any(name.split(".")[0] == "skipless" for name in sys.modules)
-torch.save(found, folder + "/found.pt")
 """
 
 
@@ -77,22 +79,12 @@ def save(model, folder):
     return model
 
 
-def load_without_the_package(folder, kind, tmp_path):
-    environment = os.environ | {
-        "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    again = str(tmp_path / "again")
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(folder), kind, again], env=environment,
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(folder / "found.pt")
-
-
-def test_logits_are_the_packages_bit_for_bit(tmp_path):
-    """Connections of every form in one model, an identity bias, grouped queries, a cache."""
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """{kind: (the package's model, what a process without the package found)}, and where that
+    process saved the language model again. Connections of every form stand in one model, with an
+    identity bias and grouped queries."""
+    root = tmp_path_factory.mktemp("remote")
     overrides = (
         ConnectionOverride(layers=(0,), connection=ConnectionConfig(kind="learned")),
         ConnectionOverride(layers=(1,), sublayer="mlp", connection=ConnectionConfig(kind="sphere")),
@@ -104,36 +96,49 @@ def test_logits_are_the_packages_bit_for_bit(tmp_path):
         connection=ConnectionConfig(kind="interpolate"), connection_overrides=overrides,
         init=InitConfig(identity_bias=2.0), num_key_value_heads=2, hidden_act="swiglu",
     )  # fmt: skip
-    folder = tmp_path / "model"
     torch.manual_seed(0)
-    model = save(SkiplessForCausalLM(settings), folder)
-    files = write_remote_code(folder)
-    assert files[-1].name == "config.json" and all(file.is_file() for file in files)
-    found = load_without_the_package(folder, "causal", tmp_path)
+    models = {
+        "causal": SkiplessForCausalLM(settings),
+        "classifier": SkiplessForSequenceClassification(config(num_labels=3, causal=False)),
+    }
+    for kind, model in models.items():
+        save(model, root / kind)
+        files = write_remote_code(root / kind)
+        assert files[-1].name == "config.json" and all(file.is_file() for file in files)
+    environment = os.environ | {
+        "HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    folders = [str(root / name) for name in ("causal", "classifier", "again")]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, *folders], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {kind: (models[kind], torch.load(root / kind / "found.pt")) for kind in models}
+    return found | {"again": root / "again"}
+
+
+@torch.no_grad()
+def test_logits_are_the_packages_bit_for_bit(loaded):
+    model, found = loaded["causal"]
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
-    with torch.no_grad():
-        assert torch.equal(found["logits"], model(IDS).logits)
-        assert torch.equal(found["padded"], model(IDS, attention_mask=mask).logits[0, 3:])
-        assert torch.equal(found["body"], model.model(IDS).last_hidden_state)
+    assert torch.equal(found["logits"], model(IDS).logits)
+    assert torch.equal(found["padded"], model(IDS, attention_mask=mask).logits[0, 3:])
+    assert torch.equal(found["body"], model.model(IDS).last_hidden_state)
     assert torch.equal(found["tokens"], model.generate(IDS, max_new_tokens=8, do_sample=False))
-    # saved there without the package, and read here with it
-    import skipless.hf  # noqa: F401
-
-    back = SkiplessForCausalLM.from_pretrained(tmp_path / "again").eval()
-    with torch.no_grad():
-        assert torch.equal(back(IDS).logits, model(IDS).logits)
 
 
-def test_a_classifier(tmp_path):
-    folder = tmp_path / "model"
-    torch.manual_seed(0)
-    settings = config(num_labels=3, causal=False)
-    model = save(SkiplessForSequenceClassification(settings), folder)
-    write_remote_code(folder)
-    found = load_without_the_package(folder, "classifier", tmp_path)
-    with torch.no_grad():
-        assert torch.equal(found["logits"], model(IDS).logits)
+@torch.no_grad()
+def test_a_classifier(loaded):
+    model, found = loaded["classifier"]
+    assert torch.equal(found["logits"], model(IDS).logits)
+
+
+@torch.no_grad()
+def test_saved_without_the_package_and_read_with_it(loaded):
+    back = SkiplessForCausalLM.from_pretrained(loaded["again"]).eval()
+    assert torch.equal(back(IDS).logits, loaded["causal"][0](IDS).logits)
+    assert (loaded["again"] / "modeling_skipless.py").is_file(), "with the code"
 
 
 def test_the_files_need_nothing_else(tmp_path):
