@@ -21,8 +21,8 @@ from skipless.quant.rotation import Rotate, rotation
 from skipless.quant.scheme import Scheme
 from skipless.quant.transforms import gain_offset
 
-ALL = ["smooth", "awq", "hadamard", "stream", "outliers:10%", "gptq", "codebook",
-       "stream+smooth+hadamard+outliers:10%+gptq:order"]  # fmt: skip
+ALL = ["smooth", "awq", "hadamard", "stream", "rotation:learned,steps=2", "outliers:10%", "gptq",
+       "codebook", "stream+smooth+hadamard+outliers:10%+gptq:order"]  # fmt: skip
 
 
 def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def test_function_stays_and_restore_is_bit_for_bit(model, ids, method):
     assert torch.equal(logits(model, held_out), before)
 
 
-@pytest.mark.parametrize("method", ["smooth", "hadamard", "gptq"])
+@pytest.mark.parametrize("method", ["smooth", "hadamard", "rotation:learned,steps=1", "gptq"])
 def test_a_copy_of_a_quantised_model_lives_alone(model, ids, method):
     before = logits(model, ids)
     quantize(model, "W4A8", method=method, calibration=[ids])

@@ -22,6 +22,7 @@ from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
 from skipless.evaluate.prefixes import Prefixes
 from skipless.quant import Scheme, quantized
+from skipless.quant.methods import looks_ahead, parse_methods
 from skipless.quant.targets import find_targets
 from skipless.sites import block_names
 
@@ -152,6 +153,8 @@ class _Search:
         self.num_measured = 0
         self.total = sum(units.values())
         self.prefixes = Prefixes(model)
+        if looks_ahead(parse_methods(options["method"])):
+            self.prefixes.kept = None
         self.expected: float | None = None
 
     def scheme(self, raised: Sequence[str]) -> Scheme:

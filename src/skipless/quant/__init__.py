@@ -13,11 +13,15 @@ weights.py      one quantised parameter and its codes
 tracing.py      which layers read one tensor
 sources.py      into which module before them a factor can be folded
 rotation.py     Hadamard matrices of any width
+orthogonal.py   orthogonal matrices that learn
 changes.py      parameters and inputs that were changed, and how to undo it
+streams.py      who reads and writes the residual stream
 transforms.py   scaling and rotating without changing the function
+turning.py      weights as functions of learned rotations
 methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
 record.py       what quantize did, and what is refused meanwhile
 apply.py        quantize, restore, quantized, paused
+subclasses.py   layers with another forward in their place
 training.py     training with quantisation (Q3)
 integer.py      the same layers computed with integers (Q4)
 codes.py        codes of their inputs

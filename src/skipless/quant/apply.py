@@ -78,7 +78,8 @@ def quantize(
     )  # fmt: skip
     if needs_data(methods):
         calibration = _several_times(calibration, method_name(methods))
-    session = Session(model, weights, calibration if isinstance(calibration, list) else None)
+    batches = calibration if isinstance(calibration, list) else None
+    session = Session(model, weights, batches, targets)
     state = ForwardState([target.site for target in targets])
     record = Quantization(
         scheme=scheme, scope=scope, include_head=include_head,

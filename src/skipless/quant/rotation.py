@@ -44,8 +44,7 @@ class Rotate:
         self.width, self.inverse = width, inverse
 
     def __call__(self, x: Tensor) -> Tensor:
-        signs, outer, inner = _factors(self.width)
-        signs, outer, inner = (t.to(x.device, x.dtype) for t in (signs, outer, inner))
+        signs, outer, inner = (t.to(x.device) for t in _factors(self.width, x.dtype))
         if self.inverse:
             turned = (outer @ (x.unflatten(-1, (outer.shape[0], -1)) @ inner.T)).flatten(-2)
             return turned * signs
@@ -54,17 +53,19 @@ class Rotate:
 
 
 @lru_cache(maxsize=32)
-def _factors(width: int) -> tuple[Tensor, Tensor, Tensor]:
+def _factors(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Signs [width], outer [P, P] and inner [m, m] with R = diag(signs) (outer kron inner)."""
     if hadamard(width) is None and width & -width < 16:  # one random orthogonal matrix
-        return torch.ones(width), torch.ones(1, 1), rotation(width)
+        found = torch.ones(width), torch.ones(1, 1), nearest_orthogonal(rotation(width))
+        return found[0].to(dtype), found[1].to(dtype), found[2].to(dtype)
     generator = torch.Generator().manual_seed(width)
-    signs = torch.randint(2, (width, 1), generator=generator).float() * 2 - 1
+    signs = (torch.randint(2, (width,), generator=generator).double() * 2 - 1).to(dtype)
     if hadamard(width) is None:  # blocks of the largest power of two
         block = width & -width
         sylvester = hadamard(block)
         assert sylvester is not None
-        return signs[:, 0], torch.eye(width // block), sylvester / block**0.5
+        outer, inner = torch.eye(width // block), sylvester.double() / block**0.5
+        return signs, outer.to(dtype), inner.to(dtype)
     size = next(n for n in (1, *_SEEDS) if _is_power(width, n))
     inner, outer = hadamard(size), hadamard(width // size)
     assert inner is not None and outer is not None
@@ -72,7 +73,18 @@ def _factors(width: int) -> tuple[Tensor, Tensor, Tensor]:
         half = 2 ** ((width.bit_length() - 1) // 2)
         inner, outer = hadamard(half), hadamard(width // half)
         assert inner is not None and outer is not None
-    return signs[:, 0], outer, inner / width**0.5
+    return signs, outer.to(dtype), (inner.double() / width**0.5).to(dtype)
+
+
+def nearest_orthogonal(matrix: Tensor) -> Tensor:
+    """The orthogonal matrix next to one that is orthogonal up to float32's rounding, float64.
+
+    Newton-Schulz: an error e becomes 3/8 e^2 in a step; two of them reach float64's rounding.
+    """
+    wide = matrix.double()
+    for _ in range(2):
+        wide = 1.5 * wide - 0.5 * wide @ (wide.mT @ wide)
+    return wide
 
 
 def _is_power(width: int, size: int) -> bool:

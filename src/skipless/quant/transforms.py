@@ -23,7 +23,7 @@ from skipless.errors import UserError
 from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.changes import Changes, Divide, InputChange
 from skipless.quant.sources import Source, find_source, rotates_in_blocks
-from skipless.quant.targets import WeightTarget
+from skipless.quant.targets import ActivationTarget, WeightTarget
 from skipless.quant.tracing import Group, read_groups, rows_of, small_batch
 from skipless.sites import bias_of, first_tensor, is_linear, weight_of
 
@@ -32,9 +32,10 @@ class Session:
     """One quantisation being prepared: groups, calibration, changes."""
 
     def __init__(
-        self, model: nn.Module, targets: Sequence[WeightTarget], batches: Sequence[Any] | None
-    ) -> None:
-        self.model, self.batches = model, batches
+        self, model: nn.Module, targets: Sequence[WeightTarget], batches: Sequence[Any] | None,
+        activations: Sequence[ActivationTarget] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.batches, self.activations = model, batches, activations
         self.targets = {name: target for target in targets for name in target.modules}
         self.changes = Changes()
         self.inputs: dict[str, InputChange] = {}
@@ -95,9 +96,9 @@ class Session:
         return self._sources[key]
 
     def matrix(self, name: str) -> Tensor:
-        """The weight of a linear layer as float32 [out, in]."""
+        """The weight of a linear layer as float32, or float64 if it is, [out, in]."""
         module = self.model.get_submodule(name)
-        weight = weight_of(module).detach().float()
+        weight = wide(weight_of(module))
         return weight if isinstance(module, nn.Linear) else weight.t()
 
     def set_matrix(self, name: str, matrix: Tensor) -> None:
@@ -225,11 +226,17 @@ class Session:
             offset = gain_offset(module)
             if offset is None:
                 return False
-            gain = weight_of(module).detach().float()
+            gain = wide(weight_of(module))
             self.changes.set(module.weight, (gain + offset) / divisor - offset)  # type: ignore
         if bias is not None:
-            self.changes.set(bias, bias.detach().float() / divisor)  # type: ignore[arg-type]
+            self.changes.set(bias, wide(bias) / divisor)  # type: ignore[arg-type]
         return True
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """A parameter to compute with: float32, or float64 if it is; without gradient."""
+    tensor = tensor.detach()
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 class _Enough(Exception):

@@ -6,12 +6,13 @@
 | 1     | smooth   | yes        | SmoothQuant; smooth:0.75 sets its strength                       |
 | 1     | awq      | yes        | AWQ's searched scales                                            |
 | 2     | hadamard | yes        | rotates every tensor that linear layers read                     |
+| 0, 2  | rotation | yes        | rotation:learned learns the rotations that are free at run time  |
 | 3     | outliers | yes        | columns from 6 on (outliers:20, outliers:1%) in full precision   |
 | 4     | rtn      | no         | codes rounded to the nearest: the default                        |
 | 4     | gptq     | yes        | codes with second-order information; gptq:order                  |
 | 4     | codebook | no         | k-means instead of a uniform grid                                |
 
-"smooth+gptq" combines them; they run in the order of their stages, one of each of stages 1 and 4.
+"smooth+gptq" combines them; they run in the order of their stages, one of each stage.
 Read by `quant.apply`.
 """
 
@@ -27,6 +28,7 @@ from skipless.quant.methods.awq import Awq
 from skipless.quant.methods.codebook import Codebook
 from skipless.quant.methods.gptq import Gptq
 from skipless.quant.methods.hadamard import Hadamard
+from skipless.quant.methods.learned_rotation import LearnedRotation
 from skipless.quant.methods.outliers import Outliers
 from skipless.quant.methods.smooth import Smooth
 from skipless.quant.methods.stream import StreamRotation
@@ -51,7 +53,9 @@ class Rtn(Config):
         """Nothing: weights come rounded."""
 
 
-Method = StreamRotation | Smooth | Awq | Hadamard | Outliers | Rtn | Gptq | Codebook
+Method = (
+    StreamRotation | Smooth | Awq | Hadamard | LearnedRotation | Outliers | Rtn | Gptq | Codebook
+)
 
 
 def _number(text: str, what: str) -> float:
@@ -67,6 +71,28 @@ def _outliers(text: str) -> Outliers:
     return Outliers(threshold=_number(text, "outliers"))
 
 
+def _rotation(text: str) -> LearnedRotation:
+    """learned[,steps=N][,lr=X][,seed=N][,offline]"""
+    kind, *options = text.split(",")
+    if kind != "learned":
+        raise UserError(f"rotation is {kind!r}; rotation:learned is known, hadamard and stream too")
+    values: dict = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if option == "offline":
+            values[key] = True
+        elif equals and key in ("steps", "seed") and value.isdecimal():
+            values[key] = int(value)
+        elif equals and key == "lr":
+            values[key] = _number(value, "rotation: lr")
+        else:
+            raise UserError(
+                f"rotation:learned has the option {option!r}; steps=N, lr=X, seed=N and offline "
+                "are known, with commas between"
+            )
+    return LearnedRotation(**values)
+
+
 def _gptq(text: str) -> Gptq:
     if text != "order":
         raise UserError(f"gptq has no option {text!r}; gptq:order is known")
@@ -75,11 +101,13 @@ def _gptq(text: str) -> Gptq:
 
 PLAIN: dict[str, Callable[[], Method]] = {
     "stream": StreamRotation, "smooth": Smooth, "awq": Awq, "hadamard": Hadamard,
-    "outliers": Outliers, "rtn": Rtn, "gptq": Gptq, "codebook": Codebook,
+    "rotation": LearnedRotation, "outliers": Outliers, "rtn": Rtn, "gptq": Gptq,
+    "codebook": Codebook,
 }  # fmt: skip
 METHODS = tuple(PLAIN)
 WITH_OPTION: dict[str, Callable[[str], Method]] = {
     "smooth": lambda text: Smooth(strength=_number(text, "smooth")),
+    "rotation": _rotation,
     "outliers": _outliers,
     "gptq": _gptq,
 }
@@ -101,7 +129,7 @@ def parse_methods(method: str | Method | Sequence[str | Method]) -> list[Method]
         else:
             found.append(_one(item) if isinstance(item, str) else item)
     for stage in (0, 1, 2, 3, 4):
-        same = [m for m in found if m.stage == stage]
+        same = [m for m in found if stage in getattr(m, "covers", (m.stage,))]
         if len(same) > 1:
             raise UserError(
                 f"{' and '.join(map(str, same))} exclude each other: they do the same part of the "
@@ -121,6 +149,11 @@ def method_name(methods: Sequence[Method]) -> str:
 def needs_data(methods: Sequence[Method]) -> bool:
     """Whether some method looks at calibration batches."""
     return any(m.name not in ("rtn", "codebook") for m in methods)
+
+
+def looks_ahead(methods: Sequence[Method]) -> bool:
+    """Whether what is done to a layer depends on how later ones are quantised."""
+    return any(m.name == "rotation" for m in methods)
 
 
 def _one(text: str) -> Method:

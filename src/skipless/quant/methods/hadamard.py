@@ -27,7 +27,7 @@ from skipless.jsonable import Config
 from skipless.quant.rotation import Rotate, rotation
 from skipless.quant.sources import Source
 from skipless.quant.tracing import Group
-from skipless.quant.transforms import Session
+from skipless.quant.transforms import Session, wide
 from skipless.sites import bias_of
 
 
@@ -50,14 +50,19 @@ class Hadamard(Config):
                 _fuse(session, group, *found)
                 fused += 1
                 continue
-            rotate = Rotate(group.width)
-            session.change_inputs(group, rotate)
-            for name in session.members(group):
-                session.set_matrix(name, rotate(session.matrix(name)))
+            rotate_online(session, group)
         rest = len(session.changeable) - fused
         session.notes.append(
             f"hadamard: {fused} tensors rotated for free, {rest} when the model runs"
         )
+
+
+def rotate_online(session: Session, group: Group) -> None:
+    """x R when the model runs, W R beforehand."""
+    rotate = Rotate(group.width)
+    session.change_inputs(group, rotate)
+    for name in session.members(group):
+        session.set_matrix(name, rotate(session.matrix(name)))
 
 
 def _fuse(session: Session, group: Group, source: Source, size: int) -> None:
@@ -71,7 +76,7 @@ def _fuse(session: Session, group: Group, source: Source, size: int) -> None:
     session.set_matrix(source.name, matrix)
     bias = bias_of(session.model.get_submodule(source.name))
     if bias is not None:
-        turned = bias.detach().float().clone()
+        turned = wide(bias).clone()
         turned[part] = (turned[part].unflatten(-1, (-1, size)) @ turn).flatten(-2)
         session.changes.set(bias, turned)  # type: ignore[arg-type]
     for name in session.members(group):

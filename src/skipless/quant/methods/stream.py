@@ -21,20 +21,16 @@ holds and the method works on it too. Read by `by_name.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
+from typing import ClassVar
 
 from skipless.errors import UserError
 from skipless.jsonable import Config
 from skipless.quant.calibrate import evaluation_mode, run_batch
-from skipless.quant.replacing import replace_first
 from skipless.quant.rotation import Rotate
 from skipless.quant.sources import all_outputs, nearly_equal
-from skipless.quant.tracing import Group, is_norm, read_groups
-from skipless.quant.transforms import Session, gain_offset
-from skipless.sites import bias_of, block_names, linear_widths, weight_of
+from skipless.quant.streams import find_stream, leave
+from skipless.quant.transforms import Session, wide
+from skipless.sites import bias_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,86 +46,28 @@ class StreamRotation(Config):
     def prepare(self, session: Session) -> None:
         """Rotate; raises UserError for a model that is not built for it."""
         model, batch = session.model, session.small()
-        blocks = block_names(model)
-        if len({name.rpartition(".")[0] for name in blocks}) != 1:
-            raise UserError(
-                f"{type(model).__name__} has {'no' if not blocks else 'more than one'} list of "
-                "blocks, and the method stream rotates one stream; use hadamard"
-            )
+        stream = find_stream(model, batch)
         with evaluation_mode(model):
             before = all_outputs(run_batch(model, batch))
-        groups = [g for g in read_groups(model, batch) if g.block is not None]
-        readers = [g for g in groups if g.direct and is_norm(model.get_submodule(g.direct))]
-        if not readers:
-            raise UserError(
-                f"no linear layer of {type(model).__name__} reads a norm, and the method stream "
-                "needs one in front of every sublayer; use hadamard"
-            )
-        width = readers[0].width
-        rotate, back = Rotate(width), Rotate(width, inverse=True)
-        for group in readers:
-            self._read(session, group, rotate)
-        for name in _writers(model, groups, readers, width):
+        rotate, back = Rotate(stream.width), Rotate(stream.width, inverse=True)
+        for group in stream.readers:
+            gain, one = stream.gain(model, group)
+            for name in group.names:
+                session.set_matrix(name, rotate(session.matrix(name) * gain))
+            norm = model.get_submodule(group.direct or "")
+            session.changes.set(norm.weight, one)  # type: ignore[arg-type]
+        for name in stream.writers:
             session.set_matrix(name, rotate(session.matrix(name).T).T)
             bias = bias_of(model.get_submodule(name))
             if bias is not None:
-                session.changes.set(bias, rotate(bias.detach().float()))  # type: ignore[arg-type]
-        session.change_input(blocks[0], rotate)
-        last = model.get_submodule(blocks[-1])
-        session.handles.append(last.register_forward_hook(_Leave(back)))
+                session.changes.set(bias, rotate(wide(bias)))  # type: ignore[arg-type]
+        session.change_input(stream.blocks[0], rotate)
+        session.handles.append(leave(model, stream, back))
         with evaluation_mode(model):
             after = all_outputs(run_batch(model, batch))
         if not nearly_equal(before, after):
-            raise UserError(
-                f"rotating the stream changes what {type(model).__name__} computes: something "
-                "besides RMSNorm and linear layers is on it; use hadamard, which rotates layer by "
-                "layer"
-            )
+            raise UserError(stream.refusal(model))
         session.forget()
-        session.notes.append(f"stream: rotated in {len(blocks)} blocks, {len(readers)} norms freed")
-
-    def _read(self, session: Session, group: Group, rotate: Rotate) -> None:
-        assert group.direct is not None
-        norm = session.model.get_submodule(group.direct)
-        offset = gain_offset(norm)
-        if (
-            group.fixed
-            or offset is None
-            or group.width != rotate.width
-            or bias_of(norm) is not None
-        ):
-            raise UserError(
-                f"{group.direct} is no RMSNorm with a plain gain, or its readers are shared; the "
-                "method stream rotates pre-RMSNorm models, hadamard any other"
-            )
-        gain = weight_of(norm).detach().float() + offset
-        for name in group.names:
-            session.set_matrix(name, rotate(session.matrix(name) * gain))
-        session.changes.set(norm.weight, torch.full_like(gain, 1 - offset))  # type: ignore[arg-type]
-
-
-class _Leave:
-    """Hook of the last block."""
-
-    def __init__(self, back: Rotate) -> None:
-        self.back = back
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        replaced, found = replace_first(output, self.back)
-        return replaced if found else None
-
-
-def _writers(model: nn.Module, groups: list[Group], readers: list[Group], width: int) -> list[str]:
-    """In each block the last linear layer before the next one that reads a norm."""
-    starts = {group.names[0] for group in readers}
-    found: dict[str, None] = {}
-    last: str | None = None
-    block: str | None = None
-    for group in groups:
-        if (group.names[0] in starts or group.block != block) and last is not None:
-            found[last] = None
-        block = group.block
-        last = None if group.names[0] in starts else group.names[-1]
-    if last is not None:
-        found[last] = None
-    return [name for name in found if linear_widths(model.get_submodule(name))[1] == width]
+        session.notes.append(
+            f"stream: rotated in {len(stream.blocks)} blocks, {len(stream.readers)} norms freed"
+        )
