@@ -286,3 +286,22 @@ def test_caches_of_several_threads_do_not_mix(make_transformer):
         assert torch.equal(twin(ids[0]).logits, model(ids[0]).logits)
     with paused(model), torch.no_grad():
         model(ids[0])
+
+
+def test_classes_made_at_run_time_are_pickled():
+    """GPT-2's Conv1D on integers, and a training with a convolution."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=8))
+    ids = torch.arange(6)[None]
+    quantize(gpt2.eval(), "W8A8")
+    to_integer(gpt2)
+    net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 4)).eval()
+    training = train_quantized(net, "W4A4 from=0", include_convolutions=True)
+    training.at(1.0)
+    x = torch.randn(3, 2, 6)
+    with torch.no_grad():
+        for how in ("copy", "pickle"):
+            assert torch.equal(through(gpt2, how)(ids).logits, gpt2(ids).logits)
+            assert torch.equal(through(net, how)(x), net(x))
+            assert type(through(net, how)[0]).__name__ == "Conv1d"

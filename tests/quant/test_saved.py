@@ -188,3 +188,12 @@ def test_commands_on_plain_weights_refuse_a_packed_folder(tmp_path, make_transfo
             assert main(words) == 2, words
             error = capsys.readouterr().err
             assert "skipless.export.load_quantized" in error, (words, error)
+    restore(llama)
+    quantize(llama, "W8A8-w:channel-a:token")
+    other = str(save_quantized(llama, tmp_path / "c", layout="compressed-tensors"))
+    for words in (
+        ["diagnose", other, "--text", __file__, "--out", str(tmp_path / "page")],
+        ["patch", other, "--connection", "none", "--out", str(tmp_path / "patched")],
+    ):
+        assert main(words) == 2, words
+        assert "quantised already (compressed-tensors)" in capsys.readouterr().err

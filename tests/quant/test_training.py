@@ -191,3 +191,73 @@ def test_settings_are_checked(tiny_config):
     ):
         with pytest.raises(UserError, match=says):
             tiny_config.replace(train=changes)
+
+
+def conv_net():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, 8, 3, stride=2, groups=2),
+        nn.ReLU(), nn.Flatten(), nn.Linear(24, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", ["W4A8-w:channel", "W3A4-a:token", "W4A6-w:g2"])
+def test_convolutions_train_quantised(scheme):
+    """In training the function is that of the quantised model, kernels included, and the gradient
+    passes straight through."""
+    x = torch.randn(5, 2, 8)
+    model, twin = conv_net(), conv_net()
+    quantize(twin, scheme, include_convolutions=True, include_head=True, overrides={"5": "fp"})
+    training = train_quantized(model, f"{scheme} 5=fp from=0 over=0", include_convolutions=True)
+    training.at(1.0)
+    assert training.layers[0][0].module is model[0] and len(training.layers) == 2
+    torch.testing.assert_close(model(x), twin(x), rtol=1e-5, atol=1e-6)
+    model(x).square().sum().backward()
+    assert all(bool(model[i].weight.grad.any()) for i in (0, 2, 5))
+    assert list(model.state_dict()) == list(conv_net().state_dict())
+    training.finish()
+    torch.testing.assert_close(model(x), twin(x), rtol=1e-5, atol=1e-6)
+    restore(model)
+    assert torch.equal(model(x), conv_net()(x)) and type(model[0]) is nn.Conv1d
+
+
+def test_learned_clips_of_convolutions_and_an_interruption():
+    """Stopped after ten steps and gone on with from the state: the same bits as without a stop."""
+    x, y = torch.randn(20, 2, 8), torch.randn(20, 4)
+    options = {"learned_clips": True, "calibration": [x], "include_convolutions": True}
+
+    def steps(model, training, optimizer, numbers):
+        for step in numbers:
+            training.at(step / 20)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    def begun(model):
+        training = train_quantized(model, "W4A4-w:channel from=0.1 over=0.5", **options)
+        return training, torch.optim.Adam([*model.parameters(), *training.clips], lr=1e-2)
+
+    whole = conv_net()
+    training, optimizer = begun(whole)
+    steps(whole, training, optimizer, range(20))
+    first = conv_net()
+    half, half_optimizer = begun(first)
+    steps(first, half, half_optimizer, range(10))
+    saved = (first.state_dict(), half.state_dict(), half_optimizer.state_dict())
+    second = conv_net()
+    rest, rest_optimizer = begun(second)
+    second.load_state_dict(saved[0])
+    rest.load_state_dict(saved[1])
+    rest_optimizer.load_state_dict(saved[2])
+    steps(second, rest, rest_optimizer, range(10, 20))
+    assert torch.equal(second(x), whole(x))
+    rest.finish()
+    assert quantization(second).include_convolutions
+    torch.testing.assert_close(second(x), whole(x), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match=r"learned clip of .* is missing"):
+        training.load_state_dict({})
+    with pytest.raises(UserError, match=r"learned clip of nothing is missing, left over"):
+        training.load_state_dict(saved[1] | {"nothing": torch.ones(())})
+    training.remove()
+    plain = train_quantized(whole, "W4A4")
+    assert plain.state_dict() == {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
+from skipless.cli.measuring_models import Material, material_of_suggestion, quantize_model
 from skipless.cli.terminal import (
     method_lines,
     print_json,
@@ -54,6 +55,9 @@ def quantize(
     override: Annotated[tuple[str, ...], option("PATTERN=SCHEME [...]", default="")] = (),
     text: Annotated[str | None, option("FILE", default="a run's held-out text")] = None,
     data: Annotated[str | None, option("NAME", default="")] = None,
+    images: Annotated[tuple[str, ...], option("FILE|DIR [FILE|DIR ...]", default="")] = (),
+    audio: Annotated[tuple[str, ...], option("FILE [FILE ...]", default="")] = (),
+    include_convolutions: Switch = False,
     num_tokens: Tokens = None,
     by_layer: Switch = False,
     all_but_one: Switch = False,
@@ -65,8 +69,8 @@ def quantize(
     """Measure held-out loss under simulated quantisation -> quant.json.
 
     Also the worst tensors and the error by depth, at the lowest of the schemes named. A model that
-    is no run is measured on --text or --data, by its loss or by how far its outputs move, and
-    nothing is written.
+    is no run is measured on --text, --data, --images or --audio, by its loss or by how far its
+    outputs move; the first half of that calibrates, and nothing is written.
 
     For example: skipless quantize runs/mine --schemes W8A8 W4A8-a:token --by-layer
 
@@ -80,6 +84,9 @@ def quantize(
             precision; the last that matches counts.
         text: a file or folder of text, for a model that is no run.
         data: a name of `data list`, for the same.
+        images: .png or .jpg files or folders of them, for vision models.
+        audio: uncompressed WAV files, for models that hear.
+        include_convolutions: also nn.Conv1d to 3d and their inputs, the front ends of such models.
         by_layer: also the loss with one layer alone quantised, a pass over the text a layer.
         all_but_one: with --by-layer, also the loss with all layers quantised but one.
         suggest: instead, a scheme between two, such as W4A4 W8A8: layers are raised one by one.
@@ -87,29 +94,29 @@ def quantize(
         max_bits: what it may take, in bits a weight.
     """
     tokens = whole_number("--num-tokens", num_tokens)
+    material = Material(text, data, images, audio, tokens)
     if suggest:
         _refuse_beside_suggest(
             {"--schemes": schemes, "--override": override, "--by-layer": by_layer,
-             "--all-but-one": all_but_one, "--text": text, "--data": data}
+             "--all-but-one": all_but_one, "--include-convolutions": include_convolutions}
         )  # fmt: skip
-        _suggest(model, suggest, scopes, methods, max_increase, max_bits, tokens, json)
+        _suggest(model, material, suggest, scopes, methods, max_increase, max_bits, json)
         return
     if max_increase is not None or max_bits is not None:
         raise UserError("--max-increase and --max-bits go with --suggest LOW HIGH")
     if all_but_one and not by_layer:
         raise UserError("--all-but-one goes with --by-layer, beside whose rows it is read")
     Scheme.parse("W8A8").with_overrides(override)
-    if not _is_run(model) and (text or data):
-        _quantize_model(model, schemes, scopes, methods, override, text, data, tokens, json)
-        return
-    if (Path(model) / CONFIG).exists() and not _is_run(model):
-        raise UserError(
-            f"{model} is no run, which has its held-out text; give --text FILE, or --data NAME "
-            "(`skipless data list` shows names)"
+    if _is_model(model, material):
+        rows = quantize_model(
+            model, schemes, scopes, methods, override, material, include_convolutions, json
         )
+        print_json(rows) if json else print(*method_lines(rows), sep="\n")
+        return
     check_schemes(model, schemes)
-    if text or data:
-        raise UserError(f"{model} is a run and has its held-out text; leave out --text and --data")
+    material.refuse_beside_run(model)
+    if include_convolutions:
+        raise UserError(f"{model} is a run, whose model has no convolutions; leave the switch out")
     loaded = open_run(model)
     from skipless.log import say
     from skipless.measure import quantize_run
@@ -131,17 +138,17 @@ def quantize(
 def _refuse_beside_suggest(others: dict[str, Any]) -> None:
     for flag, value in others.items():
         if value:
-            raise UserError(f"--suggest takes no {flag}; it searches one scheme on a run's text")
+            raise UserError(f"--suggest takes no {flag}; it searches one scheme on one text")
 
 
 def _suggest(
-    run: str,
+    name: str,
+    material: Material,
     between: tuple[str, ...],
     scopes: tuple[str, ...],
     methods: tuple[str, ...],
     max_increase: float | None,
     max_bits: float | None,
-    tokens: int | None,
     json: bool,
 ) -> None:
     for what, given, number in (
@@ -149,23 +156,40 @@ def _suggest(
     ):  # fmt: skip
         if len(given) != number and (given or number == 2):
             raise UserError(f"{what} names {len(given)} with --suggest; {number} was expected")
-    check_schemes(run, between)
-    loaded = open_run(run)
-    from skipless.evaluate import suggest_scheme
-    from skipless.log import say
-    from skipless.measure import calibration_batches, held_out_batches
-
     method = methods[0] if methods else "rtn"
     needed = method != "rtn" or any(Scheme.parse(text).needs_calibration for text in between)
+    if _is_model(name, material):
+        model, calibration, batches = material_of_suggestion(name, material)
+    else:
+        check_schemes(name, between)
+        material.refuse_beside_run(name)
+        loaded = open_run(name)
+        from skipless.measure import calibration_batches, held_out_batches
+
+        model, batches = loaded.model, held_out_batches(loaded, material.tokens)
+        calibration = calibration_batches(loaded) if needed else ()
+    from skipless.evaluate import suggest_scheme
+    from skipless.log import say
+
     found = suggest_scheme(
-        loaded.model, held_out_batches(loaded, tokens), *between, max_increase=max_increase,
-        max_bits=max_bits, scope=scopes[0] if scopes else "linear", method=method,
-        calibration=calibration_batches(loaded) if needed else None,
+        model, batches, *between, max_increase=max_increase, max_bits=max_bits,
+        scope=scopes[0] if scopes else "linear", method=method,
+        calibration=calibration if needed else None,
         on_step=None if json else lambda step: say(
             f"{step['layer']}: {step['increase']:+.4f} nats, {step['weight_bits']:.2f} bits"
         ),
     )  # fmt: skip
     print_json(asdict(found)) if json else print(*suggestion_lines(found), sep="\n")
+
+
+def _is_model(name: str, material: Material) -> bool:
+    """Whether `name` is meant as a model of others: text for it was named, a folder of theirs lies
+    there, or it is a name of the catalog."""
+    from skipless.pretrained.catalog import MODELS
+
+    if _is_run(name):
+        return False
+    return material.is_named or (Path(name) / CONFIG).exists() or name in MODELS.names()
 
 
 def _is_run(name: str) -> bool:
@@ -174,45 +198,6 @@ def _is_run(name: str) -> bool:
         return "train" in parse_json(read_text(Path(name) / CONFIG), where=name)
     except UserError:
         return False
-
-
-def _quantize_model(
-    name: str,
-    schemes: tuple[str, ...],
-    scopes: tuple[str, ...],
-    methods: tuple[str, ...],
-    overrides: tuple[str, ...],
-    text: str | None,
-    data: str | None,
-    num_tokens: int | None,
-    json: bool,
-) -> None:
-    parsed = [Scheme.parse(s).with_overrides(overrides) for s in schemes or ("W8A8", "W4A8")]
-    if text is not None and not Path(text).exists():
-        raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
-    import torch
-
-    from skipless.diagnose.loading import load_subject
-    from skipless.diagnose.methods import compare_methods
-    from skipless.diagnose.texts import read_batches
-    from skipless.log import say
-
-    subject = load_subject(name)
-    half = num_tokens or 2048
-    read = read_batches(subject, text, data, 2 * half, None)
-    sequences = torch.cat(read.batches)
-    if len(sequences) < 2:
-        raise UserError(
-            "the text gives one sequence, and methods are calibrated on other text than they are "
-            "measured on; give more text, or fewer --num-tokens"
-        )
-    calibration, held_out = sequences.chunk(2)
-    rows = compare_methods(
-        subject.model, held_out.split(4), parsed, scopes or ("linear",),
-        ["rtn", *(m for m in methods if m != "rtn")], calibration=calibration.split(4),
-        on_row=lambda row: None if json else say(f"{row['scheme']} {row['scope']} {row['method']}"),
-    )  # fmt: skip
-    print_json(rows) if json else print(*method_lines(rows), sep="\n")
 
 
 def report(

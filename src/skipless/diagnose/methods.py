@@ -27,17 +27,19 @@ def compare_methods(
     methods: Sequence[str] = ("rtn",),
     *,
     calibration: Iterable[Any] | None = None,
+    include_convolutions: bool = False,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """A row a scheme, scope and method: scheme, scope, method, increase, standard_error, refused.
 
-    `calibration` should be other data than `batches`. A method that this model does not bear
-    (stream without RMSNorm) gives a row with the reason in "refused" and no increase. Raises
-    UserError for names that do not exist, before anything is measured.
+    `calibration` should be other data than `batches`; `include_convolutions` is `quantize`'s. A
+    method that this model does not bear (stream without RMSNorm) gives a row with the reason in
+    "refused" and no increase. Raises UserError for names that do not exist, before anything is
+    measured.
     """
     parsed, ways = [Scheme.parse(s) for s in schemes], [parse_methods(m) for m in methods]
     for scheme, scope in itertools.product(parsed, scopes):
-        find_targets(model, scheme, scope)
+        find_targets(model, scheme, scope, include_convolutions=include_convolutions)
     calibration = None if calibration is None else list(calibration)
     damage, rows = Damage(model, batches), []
     for scheme, scope, way in itertools.product(parsed, scopes, ways):
@@ -46,7 +48,10 @@ def compare_methods(
             "increase": None, "standard_error": None, "refused": None,
         }  # fmt: skip
         try:
-            with quantized(model, scheme, scope, method=way, calibration=calibration):
+            with quantized(
+                model, scheme, scope, method=way, calibration=calibration,
+                include_convolutions=include_convolutions,
+            ):  # fmt: skip
                 row["increase"], row["standard_error"] = damage.increase()
         except UserError as error:
             if method_name(way) == "rtn":

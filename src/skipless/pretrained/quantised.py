@@ -1,7 +1,7 @@
-"""Folders of packed integers (`skipless export`), which commands on plain weights refuse.
+"""Folders of quantised weights, of `skipless export` or others, refused where plain ones are read.
 
 Their weights are codes of another shape, so that opening them as a plain model ends in a message
-about shapes. Without torch. Read by `skipless.surgery` and `skipless.diagnose`.
+about shapes, or about a package that is not installed. Without torch. Read by `skipless.surgery` and `skipless.diagnose`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from skipless.errors import UserError
 
 
 def refuse_packed(folder: Path) -> None:
-    """UserError for a folder whose config.json says that `skipless export` packed its weights."""
+    """UserError for a folder whose config.json says that its weights are quantised."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         method = config["quantization_config"]["quant_method"]
@@ -24,4 +24,9 @@ def refuse_packed(folder: Path) -> None:
             f"{folder} holds packed integers that `skipless export` wrote, and no plain weights; "
             "open it with skipless.export.load_quantized in Python, or name the model it was made "
             "from"
+        )
+    if isinstance(method, str):
+        raise UserError(
+            f"{folder} holds weights that are quantised already ({method}), and no plain ones; "
+            "name the model it was made from"
         )

@@ -36,6 +36,7 @@ from skipless.quant.fake import simulate
 from skipless.quant.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
+from skipless.quant.subclasses import Replaced, combined, named
 from skipless.quant.weights import QuantizedWeight
 from skipless.sites import bias_of, is_linear
 
@@ -71,7 +72,7 @@ class _Sharing:
         self.maker, self.used = maker, False
 
 
-class _IntegerForward(nn.Module):
+class _IntegerForward(Replaced):
     """Mixed in before the layer's own class."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,6 +106,7 @@ class _IntegerForward(nn.Module):
         return f"{text}{', ' if text else ''}{widths}, engine={own.engine}"
 
 
+@named
 class IntegerLinear(_IntegerForward, nn.Linear):
     """An nn.Linear computed with integers; made by `to_integer`, not by hand."""
 
@@ -146,7 +148,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
         made.append((module, own))
     for module, own in made:
         setattr(module, _STATE, own)
-        module.__class__ = _integer_class(own.plain_class)
+        module.__class__ = combined(_IntegerForward, own.plain_class)
         own.quantizer.is_integer = True
         record.handles.append(_Handle(module))
     if simulated:
@@ -280,18 +282,6 @@ def _check_scheme(scheme: Scheme) -> None:
         f"{problem}, which integer execution does not cover; use a symmetric W<b>A<b> scheme with "
         "weights per tensor or channel"
     )
-
-
-_classes: dict[type, type] = {}
-
-
-def _integer_class(plain: type) -> type:
-    """A subclass with the forward of integers; keeps the name, by which Conv1D is recognised."""
-    if plain is nn.Linear:
-        return IntegerLinear
-    if plain not in _classes:
-        _classes[plain] = type(plain.__name__, (_IntegerForward, plain), {})
-    return _classes[plain]
 
 
 def needs_integer(handle: object) -> bool:

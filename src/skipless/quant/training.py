@@ -21,7 +21,7 @@ a run directory has no place for clips. Read by `skipless.train`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.apply import quantization, quantize
 from skipless.quant.calibrate import run_calibration
+from skipless.quant.convolutions import is_convolution
 from skipless.quant.fake import clip_range, fake_quantize, integer_codes
 from skipless.quant.observers import RangeObserver
 from skipless.quant.record import TRAINED, check_free
 from skipless.quant.scheme import Scheme
+from skipless.quant.subclasses import Replaced, combined, named
 from skipless.quant.targets import WeightTarget, find_targets
 from skipless.scheme import TrainingPlan
 from skipless.sites import bias_of, is_linear, weight_of
@@ -55,7 +57,8 @@ class _Rounding:
         self.plain_class = type(target.module)
 
     def __call__(self, weight: Tensor) -> Tensor:
-        matrix = weight.t() if self.transposed else weight
+        """The rounded matrix [out, in], of a kernel [out, in * k]."""
+        matrix = weight.t() if self.transposed else weight.flatten(1)
         if self.bits is None:
             return matrix
         return fake_quantize(
@@ -64,7 +67,7 @@ class _Rounding:
         )  # fmt: skip
 
 
-class _RoundedForward(nn.Module):
+class _RoundedForward(Replaced):
     """Mixed in before the layer's own class."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,8 +75,20 @@ class _RoundedForward(nn.Module):
         return F.linear(x, own(weight_of(self)), bias_of(self))
 
 
+@named
 class RoundedLinear(_RoundedForward, nn.Linear):
     """An nn.Linear whose weight is rounded in every pass; made by `train_quantized`."""
+
+
+class _RoundedKernel(Replaced):
+    """The same for a convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: _Rounding = getattr(self, _STATE)
+        weight = weight_of(self)
+        rounded = own(weight).reshape(weight.shape)
+        convolve: Any = self._conv_forward  # every class of `is_convolution` has it
+        return convolve(x, rounded, bias_of(self))
 
 
 class QuantizedTraining:
@@ -81,8 +96,9 @@ class QuantizedTraining:
 
     def __init__(
         self, model: nn.Module, plan: TrainingPlan, weights: list[WeightTarget],
-        sites: list[ActivationQuantizer], state: ForwardState,
+        sites: list[ActivationQuantizer], state: ForwardState, include_convolutions: bool = False,
     ) -> None:  # fmt: skip
+        self.include_convolutions = include_convolutions
         self.model, self.plan, self.sites, self.state = model, plan, sites, state
         self.layers = [(target, _Rounding(target)) for target in weights]
         self.targets = {site.site.name: site.bits for site in sites}
@@ -106,7 +122,10 @@ class QuantizedTraining:
         are any, so that it can run on integers; `restore` gives the trained full precision."""
         clips = {own: own.clip for _, own in self.layers}
         self.remove()
-        quantize(self.model, self.plan.scheme, self.plan.scope)
+        quantize(
+            self.model, self.plan.scheme, self.plan.scope,
+            include_convolutions=self.include_convolutions,
+        )  # fmt: skip
         record = quantization(self.model)
         assert record is not None, "quantize() left no record"
         if self.clips:
@@ -124,6 +143,30 @@ class QuantizedTraining:
             for site in record.activations:
                 site.fix(learned[site.site.name].detach().abs())
         return self.model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """{weight or site: learned clip}, for a checkpoint beside the model's; empty without."""
+        return {name: clip.detach().clone() for name, clip in self._named_clips().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Go on with clips of `state_dict`. Raises UserError when they are another model's."""
+        clips = self._named_clips()
+        wrong = [name for name, clip in clips.items()
+                 if name not in saved or saved[name].shape != clip.shape]  # fmt: skip
+        if wrong := wrong or [name for name in saved if name not in clips]:
+            raise UserError(
+                f"the learned clip of {wrong[0]} is missing, left over or of another shape; load "
+                "what state_dict() gave for the same model, plan and options"
+            )
+        for name, clip in clips.items():
+            clip.copy_(saved[name])
+
+    def _named_clips(self) -> dict[str, nn.Parameter]:
+        if not self.clips:
+            return {}
+        named_clips = {site.site.name: site.clip for site in self.sites}
+        return named_clips | {target.name: own.clip for target, own in self.layers}
 
     def remove(self) -> None:
         """Take hooks and rounding away; the model is in full precision."""
@@ -148,12 +191,14 @@ def train_quantized(
     *,
     learned_clips: bool = False,
     calibration: Iterable[Any] | None = None,
+    include_convolutions: bool = False,
 ) -> QuantizedTraining | Any:
     """Let `model` train quantised, in place: "W4A4 scope=block from=0.1 over=0.3" (`TrainingPlan`).
 
     Call before compiling, and `at(progress)` before every step. `learned_clips` needs `calibration`
-    batches for a start. With None as the plan nothing happens and `at` does nothing. Raises
-    UserError for a model that is quantised, static schemes, several processes, and as `quantize`.
+    batches for a start, `include_convolutions` adds nn.Conv1d to 3d. With None as the plan nothing
+    happens and `at` does nothing. Raises UserError for a model that is quantised, static schemes,
+    several processes, and as `quantize`.
     """
     if plan is None:
         return _Nothing()
@@ -167,8 +212,10 @@ def train_quantized(
     for part in plan.scheme.parts():
         if learned_clips and (not part.symmetric or part.group_size is not None):
             raise UserError(f"{part} has no learned clips: they need a symmetric scheme, no groups")
-    weights, targets = find_targets(model, plan.scheme, plan.scope)
-    weights = [target for target in weights if is_linear(target.module)]
+    weights, targets = find_targets(
+        model, plan.scheme, plan.scope, include_convolutions=include_convolutions
+    )
+    weights = [t for t in weights if is_linear(t.module) or is_convolution(t.module)]
     if shared := next((target for target in weights if len(target.modules) > 1), None):
         raise UserError(
             f"{' and '.join(shared.modules[:2])} share a weight, and only one of them would be "
@@ -176,7 +223,7 @@ def train_quantized(
         )
     state = ForwardState([target.site for target in targets])
     sites = [ActivationQuantizer(target, target.scheme, state) for target in targets]
-    training = QuantizedTraining(model, plan, weights, sites, state)
+    training = QuantizedTraining(model, plan, weights, sites, state, include_convolutions)
     register_hooks(model, sites, state, training.handles)
     if learned_clips:
         try:
@@ -186,9 +233,8 @@ def train_quantized(
             raise
     for target, own in training.layers:
         setattr(target.module, _STATE, own)
-        plain = own.plain_class
-        made = type(plain.__name__, (_RoundedForward, plain), {})
-        target.module.__class__ = RoundedLinear if plain is nn.Linear else made
+        mixin = _RoundedKernel if is_convolution(target.module) else _RoundedForward
+        target.module.__class__ = combined(mixin, own.plain_class)
     training.at(0.0)
     return training
 
@@ -211,7 +257,7 @@ def _learn_clips(training: QuantizedTraining, calibration: Iterable[Any] | None)
         training.clips.append(clip)
     for target, own in training.layers:
         matrix = target.parameter.detach()
-        matrix = matrix.t() if target.transposed else matrix
+        matrix = matrix.t() if target.transposed else matrix.flatten(1)
         found = clip_range(
             matrix, target.scheme.weight_bits, granularity=target.scheme.weight_granularity,
             clip="mse",

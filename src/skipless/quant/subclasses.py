@@ -1,0 +1,40 @@
+"""Layers that get another `forward` in their place: subclasses that copy and pickle.
+
+Such a layer keeps its place, parameters, hooks and its class's name, by which transformers' Conv1D
+is recognised. A class made at run time has no name that pickle could look up, so an object says
+instead from which two classes it was made. Read by `quant.integer` and `quant.training`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_made: dict[tuple[type, type], type] = {}
+
+
+class Replaced(nn.Module):
+    """Base of the classes that are mixed in before a layer's own."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _empty, type(self).__bases__, self.__dict__
+
+
+def combined(mixin: type, plain: type) -> type:
+    """The subclass of both, always the same one; named as `plain` unless `named` gave another."""
+    if (mixin, plain) not in _made:
+        _made[mixin, plain] = type(plain.__name__, (mixin, plain), {})
+    return _made[mixin, plain]
+
+
+def named(cls: type) -> type:
+    """A decorator: this class is what `combined` returns for its two bases."""
+    mixin, plain = cls.__bases__
+    _made[mixin, plain] = cls
+    return cls
+
+
+def _empty(mixin: type, plain: type) -> nn.Module:
+    cls = combined(mixin, plain)
+    return cls.__new__(cls)
