@@ -22,7 +22,6 @@ methods/        GPTQ, SmoothQuant, AWQ, rotations, outlier columns, codebooks
 record.py       what quantize did, and what is refused meanwhile
 apply.py        quantize, restore, quantized, paused
 subclasses.py   layers with another forward in their place
-subclasses.py   layers with another forward in their place
 training.py     training with quantisation (Q3)
 integer.py      the same layers computed with integers (Q4)
 codes.py        codes of their inputs
