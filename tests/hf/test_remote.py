@@ -183,3 +183,28 @@ def test_other_folders_are_refused(tmp_path):
         with pytest.raises(UserError, match=words):
             write_remote_code(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_run_exported_with_its_code_and_card(tiny_run, tmp_path, monkeypatch, capsys, cache):
+    """The lines under Use of its card run where the card lies."""
+    import re
+
+    from skipless.cli import main
+
+    folder = tmp_path / "out"
+    words = ["export", str(tiny_run), "--format", "hf", "--out", str(folder)]
+    assert main([*words, "--remote-code"]) == 0
+    assert "with trust_remote_code=True" in capsys.readouterr().out
+    assert (folder / "modeling_skipless.py").is_file()
+    card = (folder / "README.md").read_text()
+    assert "trust_remote_code=True" in card and "library_name: transformers" in card
+    plain = tmp_path / "plain"
+    assert main([*words[:-1], str(plain)]) == 0
+    assert not list(plain.glob("*.py"))
+    monkeypatch.chdir(plain)
+    (code,) = re.findall(r"```python\n(.*?)```", (plain / "README.md").read_text(), re.S)
+    capsys.readouterr()
+    exec(compile(code, "card", "exec"), {})
+    assert capsys.readouterr().out.startswith("The king said")
+    assert main(["export", str(tiny_run), "--out", str(tmp_path / "x"), "--remote-code"]) == 2
+    assert "--remote-code is not for --format skipless" in capsys.readouterr().err

@@ -16,6 +16,7 @@ OPTIONS = {
     "scheme": (*PACKED, "onnx", "gguf"), "scope": (*PACKED, "onnx"), "method": (*PACKED, "onnx"),
     "override": (*PACKED, "onnx"), "include_head": (*PACKED, "onnx"), "cached": ("onnx",),
     "dtype": ("gguf",), "norm_gains": ("llama", "gguf"), "text": (*PACKED, "onnx", "llama"),
+    "remote_code": ("hf",),
 }  # fmt: skip
 """Formats that read an option; any other refuses it."""
 
@@ -42,6 +43,7 @@ def export(
     cached: Switch = False,
     dtype: Annotated[Literal["f32", "f16"], option("{f32,f16}")] = "f32",
     norm_gains: Switch = False,
+    remote_code: Switch = False,
     text: Annotated[tuple[str, ...], option("TEXT [TEXT ...]", default="the run's own")] = (),
     num_tokens: Annotated[str, option("TOKENS")] = "4096",
     json: AsJson = False,
@@ -66,6 +68,8 @@ def export(
         cached: of FILE.onnx: past keys and values are inputs and outputs.
         dtype: of gguf's matrices.
         norm_gains: llama and gguf: also multiply the gains of norms into the layers behind them.
+        remote_code: hf: with our modules beside the weights, to load without skipless installed
+            (trust_remote_code=True).
         text: what static ranges and methods look at: named texts, files or folders.
         num_tokens: of it.
     """
@@ -73,6 +77,7 @@ def export(
         "scheme": scheme is not None, "scope": scope != "linear", "method": method != "rtn",
         "override": bool(override), "include_head": include_head, "cached": cached,
         "dtype": dtype != "f32", "norm_gains": norm_gains, "text": bool(text),
+        "remote_code": remote_code,
     }  # fmt: skip
     _check_options(format, {name for name, is_given in given.items() if is_given})
     tokens = whole_number("--num-tokens", num_tokens)
@@ -87,7 +92,7 @@ def export(
     writers: dict[str, Callable[[], tuple[list[str], dict[str, Any], str]]] = {
         "skipless": lambda: _packed(model, path, scheme or "W8A8", format, rounding),
         "compressed-tensors": lambda: _packed(model, path, scheme or "W8A8", format, rounding),
-        "hf": lambda: _transformers(model, path),
+        "hf": lambda: _transformers(model, path, remote_code),
         "onnx": lambda: _onnx(model, path, scheme, cached, rounding),
         "llama": lambda: _llama(model, path, text, norm_gains, tokens),
         "gguf": lambda: _gguf(model, path, dtype, scheme, norm_gains),
@@ -141,16 +146,19 @@ def _packed(
     return lines, answer, reader
 
 
-def _transformers(model: str, path: Path) -> tuple[list[str], dict[str, Any], str]:
+def _transformers(
+    model: str, path: Path, remote_code: bool
+) -> tuple[list[str], dict[str, Any], str]:
     from skipless.hf.exporting import export_model
 
-    done = export_model(model, path)
+    done = export_model(model, path, remote_code=remote_code)
     lines = [done.describe(), f"{done.num_bytes / 1e6:,.1f} MB"]
     answer = {
         "model": done.model, "difference": done.difference, "num_tokens": done.num_tokens,
         "num_bytes": done.num_bytes,
     }  # fmt: skip
-    return lines, answer, "transformers, after `import skipless.hf`,"
+    reader = "with trust_remote_code=True" if remote_code else "after `import skipless.hf`"
+    return lines, answer, f"transformers, {reader},"
 
 
 def _onnx(

@@ -7,6 +7,7 @@
 configuration.py  settings as config.json
 modeling.py       language model and classifier on body.py; attention.py, past.py, arguments.py
 exporting.py      a run directory as a folder, reloaded and compared
+remote.py         our modules beside the weights, to load without the package
 training.py       optimiser and callbacks for the Trainer
 auto.py           Auto classes, also for patched folders; quantizer.py packed ones
 cache.py          keys and values as packed integers

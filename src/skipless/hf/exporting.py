@@ -25,9 +25,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from skipless.card import write_card
 from skipless.errors import UserError
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM, SkiplessForSequenceClassification
+from skipless.hf.remote import write_remote_code
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
 from skipless.quant import quantization
@@ -64,9 +66,12 @@ class ExportedModel:
         return text
 
 
-def export_model(run: str | Path, out: str | os.PathLike) -> ExportedModel:
-    """Write the model of a run with its tokenizer to the new folder `out`, and compare.
+def export_model(
+    run: str | Path, out: str | os.PathLike, *, remote_code: bool = False
+) -> ExportedModel:
+    """Write the model of a run with its tokenizer and card to the new folder `out`, and compare.
 
+    `remote_code` adds our modules, so that the folder loads without the package (`remote.py`).
     Raises UserError for what is no run, an `out` that holds something, and where what was read
     back is another model.
     """
@@ -75,10 +80,10 @@ def export_model(run: str | Path, out: str | os.PathLike) -> ExportedModel:
         raise UserError(
             f"{folder} is a Hugging Face folder already; --format hf writes the model of a run"
         )
-    return save_run(load_run(folder), path)
+    return save_run(load_run(folder), path, remote_code=remote_code)
 
 
-def save_run(run: LoadedRun, path: Path) -> ExportedModel:
+def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> ExportedModel:
     """Write a run that is open; as `export_model`."""
     more: dict[str, Any] = {}
     if run.config.model.num_labels is not None:
@@ -94,6 +99,9 @@ def save_run(run: LoadedRun, path: Path) -> ExportedModel:
         tokenizer.save_pretrained(staging)
         difference, num_tokens = _compare(staging, run.model, type(model).__name__)
         size = sum(file.stat().st_size for file in staging.glob("*.safetensors"))
+        if remote_code:
+            write_remote_code(staging)
+        write_card(run.path, staging)
     return ExportedModel(
         path=path, model=type(model).__name__, difference=difference, num_tokens=num_tokens,
         num_bytes=size,
