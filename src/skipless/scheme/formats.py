@@ -20,27 +20,19 @@ Read by everything that quantises; no torch here.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Literal
 
 from skipless.errors import UserError, suggestion
 from skipless.jsonable import Config
+from skipless.scheme.limits import GROUP, NUMBER, PERCENTILE, check_bits, check_value
+from skipless.scheme.patterns import FULL_PRECISION, matches, split_override
 
-MIN_BITS, MAX_BITS = 2, 16
-
-# [0-9] and not \d, which takes the digits of every script; so many that int() always reads them.
-_NUMBER = "[0-9]{1,9}"
-_WIDTHS = re.compile(rf"W({_NUMBER})(?:A({_NUMBER}|fp))?((?:-.*)?)", re.DOTALL)
-_GROUP = re.compile(r"g([1-9][0-9]{0,8})")
-_PERCENTILE = re.compile(r"p([0-9]{1,9}(?:\.[0-9]{1,30})?)")
-_LETTERS = {"kv": "KV", "probability": "P"}
+_WIDTHS = re.compile(rf"W({NUMBER})(?:A({NUMBER}|fp))?((?:-.*)?)", re.DOTALL)
 _OPTIONS = ("KV<b>", "P<b>", "w:", "a:", "asym", "static", "clip:")
-FULL_PRECISION = "fp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +62,15 @@ class Scheme(Config):
     """(pattern, scheme or "fp") for what is quantised otherwise or not; the last that matches."""
 
     def __post_init__(self) -> None:
-        _check_bits("weights", self.weight_bits)
+        check_bits("weights", self.weight_bits)
         for what in ("activation", "kv", "probability"):
             bits = getattr(self, f"{what}_bits")
             if bits is not None:
-                _check_bits(what, bits)
-        _check_value("weight granularity", self.weight_granularity, ("tensor", "channel"), _GROUP)
-        _check_value("activation granularity", self.activation_granularity, ("tensor", "token"))
-        _check_value("clip", self.clip, ("absmax", "mse", "gauss"), _PERCENTILE)
-        percent = _PERCENTILE.fullmatch(self.clip)
+                check_bits(what, bits)
+        check_value("weight granularity", self.weight_granularity, ("tensor", "channel"), GROUP)
+        check_value("activation granularity", self.activation_granularity, ("tensor", "token"))
+        check_value("clip", self.clip, ("absmax", "mse", "gauss"), PERCENTILE)
+        percent = PERCENTILE.fullmatch(self.clip)
         if percent and not 0 < float(percent[1]) <= 100:
             raise UserError(f"clip {self.clip!r} is not a percentile in (0, 100]; try p99.9")
         if self.activation_bits is None and self.kv_bits is None and self.probability_bits is None:
@@ -118,7 +110,7 @@ class Scheme(Config):
         if isinstance(overrides, Mapping):
             pairs = [(p, FULL_PRECISION if s is None else str(s)) for p, s in overrides.items()]
         else:
-            pairs = [_split_override(text) for text in overrides]
+            pairs = [split_override(text) for text in overrides]
         return replace(self, overrides=(*self.overrides, *pairs))
 
     @property
@@ -146,7 +138,7 @@ class Scheme(Config):
     @property
     def group_size(self) -> int | None:
         """Input channels that share a scale of the weights (-w:g<n>), else None."""
-        group = _GROUP.fullmatch(self.weight_granularity)
+        group = GROUP.fullmatch(self.weight_granularity)
         return int(group[1]) if group else None
 
     @classmethod
@@ -201,95 +193,9 @@ class Scheme(Config):
         return " ".join((text, *(f"{pattern}={what}" for pattern, what in self.overrides)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingPlan(Config):
-    """How a training is quantised: "W4A4 scope=block from=0.1 over=0.3" (Q3).
-
-    Full precision for the share `start` of the steps ("from"), then from 8 bits down to the
-    scheme's over the share `over`, then the scheme.
-    """
-
-    scheme: Scheme
-    scope: Literal["linear", "block", "all"] = "linear"
-    start: float = 0.1
-    over: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.start <= 1 and 0 <= self.over <= 1 and self.start + self.over <= 1):
-            raise UserError(
-                f"from={self.start:g} over={self.over:g} does not fit into a training; shares from "
-                "0 to 1 that add up to at most 1 were expected"
-            )
-        if self.scheme.needs_calibration:
-            raise UserError(
-                f"{self.scheme} fixes ranges, which move while a model trains; leave out -static"
-            )
-
-    @classmethod
-    def parse(cls, text: TrainingPlan | Scheme | str) -> TrainingPlan:
-        """Read the text form. Raises UserError with one sentence for anything else."""
-        if isinstance(text, TrainingPlan):
-            return text
-        if isinstance(text, Scheme):
-            return cls(scheme=text)
-        values: dict = {}
-        rest = []
-        for word in text.split() if isinstance(text, str) else [text]:
-            key, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
-            if not equals or key not in ("scope", "from", "over"):
-                rest.append(word)
-            elif key == "scope":
-                if value not in ("linear", "block", "all"):
-                    raise UserError(f"{text!r}: scope is {value!r}; linear, block or all is one")
-                values["scope"] = value
-            else:
-                try:
-                    values["start" if key == "from" else key] = float(value)
-                except ValueError:
-                    raise UserError(f"{text!r}: {key} is {value!r}, no number") from None
-        if not rest:
-            raise UserError(f"{text!r} names no scheme; write 'W4A4 scope=block from=0.1'")
-        return cls(scheme=Scheme.parse(" ".join(map(str, rest))), **values)
-
-    def bits(self, target: int, progress: float, first: int = 8) -> int | None:
-        """The width at a share of the training, None before it begins."""
-        if progress < self.start:
-            return None
-        if progress >= self.start + self.over:
-            return target
-        left = 1 - (progress - self.start) / self.over
-        return target + math.ceil(max(first - target, 0) * left)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether `pattern` names this module ("a.b.c"), one that it lies in, or this site ("a:input").
-
-    A pattern with a colon is held against whole names of sites alone.
-    """
-    if ":" in pattern:
-        return fnmatchcase(name, pattern)
-    module = name.partition(":")[0]
-    while True:
-        if fnmatchcase(module, pattern):
-            return True
-        if "." not in module:
-            return False
-        module = module.rpartition(".")[0]
-
-
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Scheme:
     return Scheme.parse(text)
-
-
-def _split_override(text: str) -> tuple[str, str]:
-    pattern, equals, scheme = text.partition("=") if isinstance(text, str) else ("", "", "")
-    if not (pattern and equals and scheme):
-        raise UserError(
-            f"{text!r} is not an override; write PATTERN=SCHEME such as 'layers.0.*=W8A8', or "
-            "PATTERN=fp to leave something in full precision"
-        )
-    return pattern, scheme
 
 
 def _check_override(pattern: str, scheme: str) -> tuple[str, str]:
@@ -309,25 +215,9 @@ def _check_override(pattern: str, scheme: str) -> tuple[str, str]:
     return pattern, str(parsed)
 
 
-def check_groups(size: int, widths: Mapping[str, int]) -> None:
-    """UserError for the first width, by the name of its matrix, that groups of `size` do not fill.
-
-    The size it proposes divides all of `widths`.
-    """
-    for name, width in widths.items():
-        if width % size:
-            common = math.gcd(*widths.values())
-            divisors = [d for d in range(1, common + 1) if common % d == 0]
-            near = min(divisors, key=lambda d: abs(math.log(d / size)))
-            raise UserError(
-                f"{name}{': ' if name else ''}group size {size} does not divide the {width} input "
-                f"channels; use g{near}"
-            )
-
-
 def _read_option(part: str, text: str) -> tuple[str, object]:
     """One option between dashes -> (field, value)."""
-    if match := re.fullmatch(f"(KV|P)({_NUMBER})", part):
+    if match := re.fullmatch(f"(KV|P)({NUMBER})", part):
         return ("kv_bits" if match[1] == "KV" else "probability_bits"), int(match[2])
     if part in ("asym", "static"):
         return ("symmetric" if part == "asym" else "dynamic"), False
@@ -356,28 +246,3 @@ def _short(text: object) -> str:
     """`repr`, cut to what fits into a sentence."""
     whole = repr(text)
     return whole if len(whole) <= 80 else f"{whole[:60]}…{whole[-10:]}"
-
-
-def _check_bits(what: str, bits: int) -> None:
-    if not isinstance(bits, int) or isinstance(bits, bool) or not MIN_BITS <= bits <= MAX_BITS:
-        advice = ""
-        if isinstance(bits, int) and bits > MAX_BITS:
-            advice = {
-                "weights": "; 16 loses next to nothing",
-                "activation": "; use Afp for floating point",
-            }.get(what, f"; leave -{_LETTERS.get(what, what)} out for the activation's width")
-        raise UserError(
-            f"{what} width is {bits!r}; a whole number of bits from {MIN_BITS} to {MAX_BITS} "
-            f"was expected{advice}"
-        )
-
-
-def _check_value(
-    what: str, value: str, known: tuple[str, ...], pattern: re.Pattern[str] | None = None
-) -> None:
-    if value in known or (pattern and isinstance(value, str) and pattern.fullmatch(value)):
-        return
-    extra = {_GROUP: ["g128"], _PERCENTILE: ["p99.9"], None: []}[pattern]
-    raise UserError(
-        f"{what} is {value!r}; {suggestion(str(value), [*known, *extra], noun='value')}"
-    )
