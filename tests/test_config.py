@@ -17,6 +17,7 @@ from skipless.config import (
     ConnectionConfig,
     ConnectionOverride,
     EvaluateConfig,
+    InitConfig,
     ModelConfig,
     OptimizerRecipe,
     RunConfig,
@@ -200,6 +201,20 @@ def test_a_setting_without_effect_is_refused_where_it_is_given(idle, ruling):
 def test_what_a_recipe_holds_may_lose_its_effect():
     held = RunConfig(optim=OptimizerRecipe(name="kl_shampoo", refresh_every=5))
     assert override(held, {"optim.name": "muon"}).optim.refresh_every == 5
+
+
+def test_effective_settings_are_those_that_a_file_may_hold():
+    held = RunConfig(
+        optim=OptimizerRecipe(name="muon", refresh_every=5, momentum=0.9),
+        model=ModelConfig(init=InitConfig(a_vo=2.0, a_qk=2.0, query_key="haar")),
+    )
+    kept = held.effective()
+    assert kept.optim == OptimizerRecipe(name="muon", momentum=0.9)
+    assert kept.model.init == InitConfig(a_qk=2.0, query_key="haar")
+    with giving():
+        assert from_json(RunConfig, to_json(kept)) == kept
+        with pytest.raises(UserError, match="has no effect"):
+            from_json(RunConfig, to_json(held))
 
 
 def test_every_recipe_read_from_its_own_file_stands():

@@ -67,18 +67,29 @@ class Config:
         new._refuse_idle(where)
         return new
 
-    def _refuse_idle(self, where: str) -> None:
-        """Raise UserError for a value that has just been given and has no effect."""
+    def effective(self):
+        """The same settings, those that have no effect at their defaults."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        parts = {n: v.effective() for n, v in values.items() if isinstance(v, Config)}
+        return dataclasses.replace(self, **parts, **{n: d for n, d, _ in self._idle()})  # type: ignore[type-var]
+
+    def _idle(self) -> Iterator[tuple[str, Any, str]]:
+        """(name, default, the setting that makes it so) of values that have no effect."""
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         for rule in self.rules:
-            ruling = getattr(self, rule.setting)
-            for name in rule.fields if rule.idle(ruling) else ():
-                value = getattr(self, name)
-                if value not in (None, defaults[name]) and is_given(f"{where}{name}"):
-                    raise UserError(
-                        f"{where}{name} is {value!r}, which has no effect while "
-                        f"{where}{rule.setting} is {ruling!r}; leave it out, or change that"
-                    )
+            if rule.idle(getattr(self, rule.setting)):
+                for name in rule.fields:
+                    if getattr(self, name) not in (None, defaults[name]):
+                        yield name, defaults[name], rule.setting
+
+    def _refuse_idle(self, where: str) -> None:
+        """Raise UserError for a value that has just been given and has no effect."""
+        for name, _, setting in self._idle():
+            if is_given(f"{where}{name}"):
+                raise UserError(
+                    f"{where}{name} is {getattr(self, name)!r}, which has no effect while "
+                    f"{where}{setting} is {getattr(self, setting)!r}; leave it out, or change that"
+                )
 
     def describing(self, changes: dict[str, Any]):
         """These settings, their descriptions made true after `override` changed some leaves."""

@@ -107,6 +107,7 @@ class SkiplessConfig(PreTrainedConfig):
     @classmethod
     def from_model_config(cls, config: ModelConfig, **settings: Any) -> SkiplessConfig:
         """`config` for transformers; `settings` are further ones, such as eos_token_id."""
+        config = config.effective()
         values = {here: getattr(config, name) for name, here in _names().items()}
         if config.num_labels is not None:
             settings = {"num_labels": config.num_labels, **settings}
