@@ -100,7 +100,11 @@ def refusals():
     yield "tokens", with_scheme("W8A8-a:token"), "leave out -a:token"
     yield "clip", with_scheme("W8A8-clip:gauss"), "take -static"
     yield "rotated", with_scheme("W8A8-static", method="hadamard"), "quantise by 'rtn' or 'gptq'"
-    yield "outliers", with_scheme("W8A8-static", method="outliers:0.5"), "without the method outliers"
+    yield (
+        "outliers",
+        with_scheme("W8A8-static", method="outliers:0.5"),
+        "without the method outliers",
+    )
     yield "codebook", with_scheme("W3Afp", method="codebook"), "has a codebook"
     yield "universal", lambda: (build("universal"), {}), "attention_connection is of kind 'univ"
     yield "half floats", lambda: (build().bfloat16(), {}), "call model.float"

@@ -2,6 +2,7 @@
 
     skipless             packed integers, scales, scheme: a folder (`quantized.py`)
     compressed-tensors   the same in the layout of that package
+    hf                   a run for transformers (`skipless.hf.exporting`)
     onnx                 a graph, or a folder with two (`graphs/`)
     llama                a folder for stock transformers, gains folded (`surgery.slimming`)
     gguf                 a file for llama.cpp (`llama/`)
@@ -35,7 +36,7 @@ from skipless.surgery.slimming.opening import holds_run, open_source
 from skipless.surgery.sources import copy_tokenizer, find_folder
 from skipless.train import LoadedRun, load_run
 
-FORMATS = ("skipless", "compressed-tensors", "onnx", "llama", "gguf")
+FORMATS = ("skipless", "compressed-tensors", "hf", "onnx", "llama", "gguf")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ def check_join(name: str, connection: Connection) -> None:
     raise UserError(
         f"{name} is of kind {kind!r}, which "
         + (why if kind == "universal" else f"is none of {', '.join(SUPPORTED)}")
-        + "; no ONNX file is written for it, use --format skipless or run it with torch"
+        + "; no ONNX file is written for it, and --format hf keeps it as it is"
     )
 
 

@@ -87,8 +87,10 @@ def alternative(folder: Path) -> Iterator[None]:
             for layer in range(config.num_hidden_layers)
             for sublayer in ("attention", "mlp")
         }
-        keeps = "onnx" if kinds <= set(SUPPORTED) else "skipless"
-        raise UserError(f"{error}; --format {keeps} keeps it as it is") from error
+        keeps = (
+            "--format onnx and --format hf keep" if kinds <= set(SUPPORTED) else "--format hf keeps"
+        )
+        raise UserError(f"{error}; {keeps} it as it is") from error
 
 
 @contextmanager

@@ -38,6 +38,8 @@ LIMIT = 1e-5
 """Largest difference of a logit to the model with the weights that the file holds, as a share of
 the largest: sums in another order."""
 DTYPES = ("f32", "f16")
+SHARES = {"F32": 0.0, "F16": 2**-11, "Q8_0": 1 / 254}
+"""How far a kind of tensor may be from what it was made of (of Q8_0: from the codes)."""
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8": 7}
 _ARCHITECTURES = {("LlamaForCausalLM", "silu"): "llama", ("ArceeForCausalLM", "relu2"): "arcee"}
 
@@ -202,6 +204,11 @@ def _read_back(
     for name, value in read.items():
         _check(path, name, np.array_equal(value, tensors[name].values))
     expected = _with_weights(model, read)
+    kinds = {own_name(name): tensor.kind for name, tensor in tensors.items()}
+    for name, parameter in model.named_parameters():
+        own, got = parameter.detach().float(), expected.get_parameter(name).detach()
+        allowed = SHARES[kinds[name]] * own.abs() + (2**-25 if kinds[name] == "F16" else 0)
+        _check(path, name, bool(((got - own).abs() <= allowed).all()))
     if architecture != "llama":
         return expected, "our reader, in transformers' class"
     with contextlib.redirect_stderr(io.StringIO()):  # it draws a progress bar
