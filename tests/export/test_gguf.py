@@ -95,8 +95,7 @@ def test_without_the_change_of_rows_the_file_is_refused(tokenizer, tmp_path, mon
     plain = Plain(model=to_stock(ours()), tokenizer=tokenizer)
     monkeypatch.setattr(tensors, "pairs", lambda weight, heads: weight)
     with pytest.raises(
-        UserError, match="read back with a difference: model.layers.0.self_attn.q_proj"
-    ):
+        UserError, match="a difference: model.layers.0.self_attn.q_proj":
         export_gguf(plain, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
@@ -271,7 +270,7 @@ def test_a_model_without_skips_is_refused_with_what_keeps_it(format, tiny_run, t
     assert main(["export", str(tiny_run), "--format", format, "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert "stock transformers has no class for this model" in error
-    assert "--format onnx and --format hf keep it as it is" in error and not list(
+    assert "--format onnx or hf keeps it as it is" in error and not list(
         tmp_path.iterdir()
     )
 

@@ -87,10 +87,8 @@ def alternative(folder: Path) -> Iterator[None]:
             for layer in range(config.num_hidden_layers)
             for sublayer in ("attention", "mlp")
         }
-        keeps = (
-            "--format onnx and --format hf keep" if kinds <= set(SUPPORTED) else "--format hf keeps"
-        )
-        raise UserError(f"{error}; {keeps} it as it is") from error
+        keeps = "--format onnx or hf" if kinds <= set(SUPPORTED) else "--format hf"
+        raise UserError(f"{error}; {keeps} keeps it as it is") from error
 
 
 @contextmanager
