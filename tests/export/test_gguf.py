@@ -94,8 +94,7 @@ def test_transformers_computes_from_the_file_what_our_model_does(
 def test_without_the_change_of_rows_the_file_is_refused(tokenizer, tmp_path, monkeypatch):
     plain = Plain(model=to_stock(ours()), tokenizer=tokenizer)
     monkeypatch.setattr(tensors, "pairs", lambda weight, heads: weight)
-    with pytest.raises(
-        UserError, match="a difference: model.layers.0.self_attn.q_proj":
+    with pytest.raises(UserError, match="a difference: model.layers.0.self_attn.q_proj"):
         export_gguf(plain, tmp_path / "a.gguf")
     assert not list(tmp_path.iterdir())
 
@@ -270,9 +269,7 @@ def test_a_model_without_skips_is_refused_with_what_keeps_it(format, tiny_run, t
     assert main(["export", str(tiny_run), "--format", format, "--out", str(out)]) == 2
     error = capsys.readouterr().err
     assert "stock transformers has no class for this model" in error
-    assert "--format onnx or hf keeps it as it is" in error and not list(
-        tmp_path.iterdir()
-    )
+    assert "--format onnx or hf keeps it as it is" in error and not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_or_unwritable_file(rezero, tmp_path, monkeypatch):
