@@ -107,10 +107,11 @@ def attention_probabilities(model: nn.Module, wanted: bool) -> Iterator[list[Ten
             "model.set_attn_implementation('eager') or leave output_attentions out"
         )
     shown: list[Tensor] = []
-    handles = [
-        layer.probabilities.register_forward_hook(lambda module, args, out: shown.append(out))
-        for layer in layers
-    ]
+
+    def show(module: nn.Module, args: Any, out: Any) -> None:
+        shown.append(out)
+
+    handles = [layer.probabilities.register_forward_hook(show) for layer in layers]
     try:
         yield shown
     finally:

@@ -67,7 +67,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
                 f"{args[0] if args else cls.__name__} holds weights that cannot be read ({error}); "
                 "the file is cut short or damaged: get it anew"
             ) from None
-        model = found[0] if isinstance(found, tuple) else found
+        model: Any = found[0] if isinstance(found, tuple) else found
         for module in model.modules():
             if isinstance(module, Anneal):  # which keeps its buffer's value as a float
                 module.load_state_dict(module.state_dict())
@@ -81,7 +81,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         """Fill what no file held: the body by the role of each matrix (I1-I7), a head normally."""
         super().initialize_weights()
-        self.base_model.fill()
+        self._body.fill()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -89,6 +89,12 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             std = self.config.to_model_config().init.std
             initialization.normal_(module.weight, mean=0.0, std=std)
+
+    @property
+    def _body(self) -> SkiplessModel:
+        body = self.base_model
+        assert isinstance(body, SkiplessModel)
+        return body
 
     def gains(self) -> dict[str, Tensor]:
         """Current connection weights, identity biases and learned temperatures, detached."""
@@ -121,7 +127,7 @@ class SkiplessPreTrainedModel(PreTrainedModel):
     ) -> None:
         every = {} if every_n_layers == 1 else {"every_n_layers": every_n_layers}
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **every)
-        self.base_model.checkpointed_every = every_n_layers
+        self._body.checkpointed_every = every_n_layers
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Any = None, **_: Any) -> Any:

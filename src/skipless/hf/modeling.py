@@ -88,9 +88,9 @@ class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
 
     def __init__(self, config: SkiplessConfig) -> None:
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = config.num_labels or 2
         self.model = SkiplessModel(config)
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
         self.post_init()
 
     def forward(

@@ -7,8 +7,8 @@
     )
 
 Both callbacks are functions of the step alone, so that a resumed training goes on exactly. The
-probe callback is `skipless.probes.hosts.trainer_callback`. Any model works: patched ones have connections
-too, and quantised training needs none.
+probe callback is `skipless.probes.hosts.trainer_callback`. Any model works: patched ones have
+connections too, and quantised training needs none.
 """
 
 from __future__ import annotations
