@@ -105,6 +105,29 @@ def test_transformers_model_under_a_scheme(tiny_llama):
     assert found.finish == "context" and found.num_prompt_tokens + len(found.token_ids) == 49
 
 
+def test_our_model_in_a_hugging_face_folder(tiny_run, cache, tmp_path):
+    """The text of the run, also where the folder brings its own code, which is not run."""
+    from skipless.hf.exporting import export_model
+
+    plain, _ = streamed(open_writer(str(tiny_run)), max_new_tokens=10, ignore_end=True)
+    export_model(tiny_run, tmp_path / "out", remote_code=True)
+    for options in ({}, {"kv_bits": 16}):
+        found, _ = streamed(
+            open_writer(str(tmp_path / "out"), **options), max_new_tokens=10, ignore_end=True
+        )
+        assert found.token_ids == plain.token_ids
+
+
+def test_a_folder_whose_code_would_have_to_be_run(tiny_llama, tmp_path):
+    """Refused, without a question on the terminal."""
+    folder = shutil.copytree(tiny_llama, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "somebodys", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="cannot be loaded: .*custom code"):
+        open_writer(str(folder))
+
+
 def test_folder_of_packed_integers(tiny_run, tiny_llama, cache, tmp_path):
     """Of a run and of a Hugging Face model: the text that quantising anew gives."""
     from skipless.export import export_folder

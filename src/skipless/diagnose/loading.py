@@ -117,10 +117,16 @@ def _load(source: str, transformers: Any) -> Any:
         return load(source)
     from skipless.surgery.reading import check_layers
 
+    classes: Any = transformers
+    if _model_type(Path(source)) == "skipless":
+        import skipless.hf
+
+        classes = skipless.hf
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        # A folder's own code is not run, and not asked about on the terminal either.
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         names = config.architectures or ["AutoModel"]
-        cls = getattr(transformers, names[0], None)
+        cls = getattr(classes, names[0], None)
         if cls is None:
             raise UserError(
                 f"{source} holds a {names[0]}, which this version of transformers does not have"
@@ -153,10 +159,15 @@ def shortened(text: str, limit: int = 240) -> str:
 def _is_patched(path: Path) -> bool:
     from skipless.surgery.saving import MODEL_TYPE
 
+    return _model_type(path) == MODEL_TYPE
+
+
+def _model_type(path: Path) -> str | None:
+    """What config.json in the folder says; None where there is none."""
     try:
-        return json.loads((path / "config.json").read_text()).get("model_type") == MODEL_TYPE
+        return json.loads((path / "config.json").read_text()).get("model_type")
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
 
 
 def _tokenizer(source: str, transformers: Any) -> Any:
