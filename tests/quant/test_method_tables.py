@@ -13,8 +13,13 @@ from skipless.diagnose.methods import compare_methods
 from skipless.errors import UserError
 from skipless.evaluate import precision_table, sensitivity
 from skipless.measure import quantize_run
+from skipless.quant import METHODS, paused, quantization, quantize, restore
+from skipless.quant.calibrate import evaluation_mode, run_batch
+from skipless.quant.sources import all_outputs
 from skipless.rundir import RunDir
 from skipless.train import load_run
+
+from .foreign_models import FAMILIES
 
 
 def test_a_run_keeps_methods_apart(copy_run, tmp_path):
@@ -76,3 +81,61 @@ def test_a_model_without_tokens_is_judged_by_distance():
     )
     assert rows[0]["unit"] == "relative distance of the outputs"
     assert rows[1]["increase"] < rows[0]["increase"]
+
+
+REFUSED = {
+    ("gpt2", "stream"): "no RMSNorm", ("bert", "stream"): "no RMSNorm",
+    ("vit", "stream"): "no RMSNorm", ("clip", "stream"): "more than one list of blocks",
+    ("whisper", "stream"): "more than one list of blocks",
+}  # fmt: skip
+"""What a method says to a family that it does not fit; every other pair works."""
+SHORT = {"rotation": "rotation:learned,steps=2", "outliers": "outliers:10%"}
+
+
+@pytest.mark.parametrize("make", FAMILIES, ids=lambda f: f.__name__)
+def test_every_method_on_every_family(make, ids):
+    torch.manual_seed(0)
+    model, batch, _ = make(ids)
+    model.eval()
+
+    def outputs():
+        with evaluation_mode(model):
+            return all_outputs(run_batch(model, batch))
+
+    before, state = outputs(), {k: v.clone() for k, v in model.state_dict().items()}
+    for name in METHODS:
+        method = SHORT.get(name, name)
+        if (reason := REFUSED.get((make.__name__, name))) is not None:
+            with pytest.raises(UserError, match=reason):
+                quantize(model, "W4A8", method=method, calibration=[batch])
+        else:
+            quantize(model, "W4A8", method=method, calibration=[batch])
+            rounded = outputs()
+            assert all(bool(x.isfinite().all()) for x in rounded), method
+            assert not all(torch.equal(x, y) for x, y in zip(rounded, before, strict=True))
+            with paused(model):
+                for one, other in zip(before, outputs(), strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=method)
+            restore(model)
+        assert quantization(model) is None
+        assert all(torch.equal(value, state[k]) for k, value in model.state_dict().items())
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(), strict=True))
+
+
+def test_a_learned_rotation_says_what_it_found_in_a_family(ids):
+    notes = {}
+    for make in FAMILIES:
+        torch.manual_seed(0)
+        model, batch, _ = make(ids)
+        model.eval()
+        quantize(model, "W4A8", method="rotation:learned,steps=0", calibration=[batch])
+        (note,) = quantization(model).notes
+        notes[make.__name__] = note.removeprefix("rotation: ").removesuffix(" when the model runs")
+    assert notes == {
+        "llama": "2 values and the stream learned, 2 tensors by Hadamard",
+        "gpt2": "2 values and no stream learned, 6 tensors by Hadamard",
+        "bert": "2 values and no stream learned, 7 tensors by Hadamard",  # the pooler's as well
+        "vit": "2 values and no stream learned, 7 tensors by Hadamard",
+        "clip": "2 values and no stream learned, 6 tensors by Hadamard",
+        "whisper": "5 values and no stream learned, 12 tensors by Hadamard",
+    }
