@@ -170,6 +170,29 @@ def test_without_a_compiler_there_is_one_message_and_everything_runs(
     assert hardware.fastest_kernel() is None
 
 
+@pytest.mark.parametrize("trouble", ["compiler", "cache"])
+def test_why_there_is_no_kernel_is_told_once(monkeypatch, tmp_path, unloaded, messages, trouble):
+    """A compiler that fails and a cache that cannot be written were passed over in silence."""
+    if trouble == "compiler":
+        monkeypatch.setenv("CXX", script(tmp_path / "cxx", "exit 1"))
+        monkeypatch.setenv("SKIPLESS_CACHE", str(tmp_path / "cache"))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("SKIPLESS_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(hardware, "_probed", {})
+    monkeypatch.setattr(building, "_told", set())
+    probe()
+    probe(fresh=True)
+    told = [text for text in messages if "without the fast kernel" in text]
+    assert len(told) == 1
+    assert ("set CXX" if trouble == "compiler" else "set SKIPLESS_CACHE") in told[0]
+
+
+def test_a_compiler_that_cannot_be_read_is_none(monkeypatch):
+    monkeypatch.setenv("CXX", "'g++")
+    assert building.find_compiler() is None
+
+
 def test_a_failing_compiler_is_told_and_leaves_nothing(monkeypatch, tmp_path, messages):
     monkeypatch.setenv(
         "CXX",

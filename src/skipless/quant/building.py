@@ -72,7 +72,10 @@ def _processor_flags() -> frozenset[str]:
 def find_compiler() -> list[str] | None:
     """The command of the C++ compiler as words, or None. $CXX, if set, is not second-guessed."""
     if os.environ.get("CXX"):
-        words = shlex.split(os.environ["CXX"])
+        try:
+            words = shlex.split(os.environ["CXX"])
+        except ValueError:  # a quotation without end
+            return None
         return words if words and shutil.which(words[0]) else None
     found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
     return next(([path] for path in found if path), None)

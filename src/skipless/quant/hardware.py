@@ -61,11 +61,15 @@ def probe(device: str = "cpu", *, fresh: bool = False) -> list[EngineReport]:
     kind = torch.device(device).type
     if fresh or kind not in _probed:
         _probed[kind] = [examine(engine, kind) for engine in ENGINES.values()]
+        kernels = [r for r in _probed[kind] if isinstance(ENGINES[r.engine], KernelEngine)]
         if kind == "cpu" and find_compiler() is None:
             tell_once(
                 "no C++ compiler found, so integer layers run without the fast kernel; install "
                 "one, or set CXX"
             )
+        elif kind == "cpu" and not any(report.usable for report in kernels):
+            # The last is `plain`, which lacks nothing but what keeps all of them from running.
+            tell_once(f"integer layers run without the fast kernel: {kernels[-1].detail}")
     return list(_probed[kind])
 
 
