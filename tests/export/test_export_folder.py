@@ -60,3 +60,52 @@ def test_a_hugging_face_folder(tmp_path, capsys):
     assert "compressed-tensors reads it" in capsys.readouterr().out
     assert main([*words, "--text", "x", "--out", str(tmp_path / "c")]) == 2
     assert "leave the text out" in capsys.readouterr().err
+
+
+def test_convolutions_and_processor_of_a_model_of_images(tmp_path, capsys):
+    from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
+
+    torch.manual_seed(0)
+    model = ViTForImageClassification(
+        ViTConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                  image_size=8, patch_size=4)
+    ).eval()  # fmt: skip
+    model.save_pretrained(tmp_path / "plain")
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(tmp_path / "plain")
+    words = ["export", str(tmp_path / "plain"), "--scheme", "W4A8-w:channel"]
+    out = tmp_path / "a"
+    assert main([*words, "--include-convolutions", "--out", str(out)]) == 0
+    assert "convolution vit" not in capsys.readouterr().out
+    quantize(model, "W4A8-w:channel", include_convolutions=True)
+    x = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(load_quantized(out)(x).logits, model(x).logits)
+    assert (out / "preprocessor_config.json").is_file()
+    assert main([*words, "--out", str(tmp_path / "b")]) == 0
+    assert "convolution vit" in capsys.readouterr().out
+    more = ["--include-convolutions", "--format", "compressed-tensors", "--out", str(out) + "c"]
+    assert main([*words, *more]) == 2
+    assert "without head and convolutions" in capsys.readouterr().err
+    assert main([*words[:-1], "W8A8-static", "--out", str(tmp_path / "d")]) == 2
+    assert "takes more than one text" in capsys.readouterr().err
+
+
+def test_text_calibrates_an_encoder_too(tmp_path, capsys):
+    """It predicts no next token, which calibration does not need."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, vocab_size=40,
+                        num_attention_heads=2, max_position_embeddings=32)  # fmt: skip
+    BertModel(config).save_pretrained(tmp_path / "plain")
+    letters = {letter: number for number, letter in enumerate("_abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="_"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.save(str(tmp_path / "plain" / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("the king said come and go my lord " * 200)
+    words = ["export", str(tmp_path / "plain"), "--scheme", "W8A8-static", "--method", "gptq",
+             "--text", str(tmp_path / "text.txt"), "--num-tokens", "128"]  # fmt: skip
+    assert main([*words, "--out", str(tmp_path / "a")]) == 0, capsys.readouterr().err
+    record = quantization(load_quantized(tmp_path / "a"))
+    assert str(record.scheme) == "W8A8-static" and record.method == "gptq"

@@ -15,6 +15,7 @@ PACKED = ("skipless", "compressed-tensors")
 OPTIONS = {
     "scheme": (*PACKED, "onnx", "gguf"), "scope": (*PACKED, "onnx"), "method": (*PACKED, "onnx"),
     "override": (*PACKED, "onnx"), "include_head": (*PACKED, "onnx"), "cached": ("onnx",),
+    "include_convolutions": PACKED,
     "dtype": ("gguf",), "norm_gains": ("llama", "gguf"), "text": (*PACKED, "onnx", "llama"),
     "remote_code": ("hf",),
 }  # fmt: skip
@@ -40,6 +41,7 @@ def export(
     method: Annotated[str, option("METHOD")] = "rtn",
     override: Annotated[tuple[str, ...], option("PATTERN=SCHEME [...]", default="")] = (),
     include_head: Switch = False,
+    include_convolutions: Switch = False,
     cached: Switch = False,
     dtype: Annotated[Literal["f32", "f16"], option("{f32,f16}")] = "f32",
     norm_gains: Switch = False,
@@ -65,6 +67,7 @@ def export(
         method: how codes are chosen: rtn, gptq and others (docs/quantise.md).
         override: modules set apart, by name: layers.0.mlp.*=W8A8, or =fp for full precision.
         include_head: quantise embedding and head too.
+        include_convolutions: nn.Conv1d to 3d too, the front ends of models of images and sound.
         cached: of FILE.onnx: past keys and values are inputs and outputs.
         dtype: of gguf's matrices.
         norm_gains: llama and gguf: also multiply the gains of norms into the layers behind them.
@@ -77,7 +80,7 @@ def export(
         "scheme": scheme is not None, "scope": scope != "linear", "method": method != "rtn",
         "override": bool(override), "include_head": include_head, "cached": cached,
         "dtype": dtype != "f32", "norm_gains": norm_gains, "text": bool(text),
-        "remote_code": remote_code,
+        "remote_code": remote_code, "include_convolutions": include_convolutions,
     }  # fmt: skip
     _check_options(format, {name for name, is_given in given.items() if is_given})
     tokens = whole_number("--num-tokens", num_tokens)
@@ -89,6 +92,8 @@ def export(
         "scope": scope, "method": method, "overrides": override, "include_head": include_head,
         "text": text, "num_tokens": tokens,
     }  # fmt: skip
+    if include_convolutions:
+        rounding["include_convolutions"] = True
     writers: dict[str, Callable[[], tuple[list[str], dict[str, Any], str]]] = {
         "skipless": lambda: _packed(model, path, scheme or "W8A8", format, rounding),
         "compressed-tensors": lambda: _packed(model, path, scheme or "W8A8", format, rounding),

@@ -32,7 +32,7 @@ from skipless.quant.methods import needs_data, parse_methods
 from skipless.surgery.folders import sample_batch
 from skipless.surgery.reading import read_model
 from skipless.surgery.slimming.folding import difference, sample_inputs
-from skipless.surgery.slimming.opening import holds_run, open_source
+from skipless.surgery.slimming.opening import holds_run, open_calibrated
 from skipless.surgery.sources import copy_tokenizer, find_folder
 from skipless.train import LoadedRun, load_run
 
@@ -81,6 +81,7 @@ def open_quantized(
     method: str = "rtn",
     overrides: Iterable[str] = (),
     include_head: bool = False,
+    include_convolutions: bool = False,
     text: Sequence[str] = (),
     num_tokens: int = 4096,
 ) -> Opened:
@@ -98,14 +99,15 @@ def open_quantized(
     run = load_run(folder) if holds_run(folder) else None
     batches, held_out = None, ()
     if needs_text:
-        source = open_source(folder, text, num_tokens)
+        source = open_calibrated(folder, text, num_tokens)
         loaded, batches, held_out = source.model, source.chosen_on, source.held_out
     else:
         loaded = run.model if run is not None else read_model(folder)
     if parsed is not None:
         quantize(
-            loaded, parsed, scope, method=method, include_head=include_head, calibration=batches
-        )
+            loaded, parsed, scope, method=method, include_head=include_head,
+            include_convolutions=include_convolutions, calibration=batches,
+        )  # fmt: skip
     return Opened(model=loaded, folder=folder, run=run, held_out=held_out)
 
 
@@ -118,6 +120,7 @@ def export_folder(
     method: str = "rtn",
     overrides: Iterable[str] = (),
     include_head: bool = False,
+    include_convolutions: bool = False,
     layout: str = "skipless",
     text: Sequence[str] = (),
     num_tokens: int = 4096,
@@ -130,7 +133,7 @@ def export_folder(
     path = free_folder(out)
     opened = open_quantized(
         model, scheme, scope=scope, method=method, overrides=overrides, include_head=include_head,
-        text=text, num_tokens=num_tokens,
+        include_convolutions=include_convolutions, text=text, num_tokens=num_tokens,
     )  # fmt: skip
     loaded = opened.model
     record = quantization(loaded)

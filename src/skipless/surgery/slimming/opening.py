@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from skipless.data import evaluation_batches, open_batches
 from skipless.errors import UserError
 from skipless.evaluate import accuracy
 from skipless.evaluate import loss as language_loss
 from skipless.rundir import CONFIG
 from skipless.surgery.loading import load
-from skipless.surgery.reading import no_next_token, read_language_model
+from skipless.surgery.reading import no_next_token, read_language_model, read_model
 from skipless.surgery.saving import MODEL_TYPE
 from skipless.surgery.sources import copy_tokenizer, is_run, model_type, prepare_text
 from skipless.train import LoadedRun, load_run
 
-__all__ = ["Source", "holds_run", "open_folded", "open_run", "open_source"]
+__all__ = ["Source", "holds_run", "open_calibrated", "open_folded", "open_run", "open_source"]
 
 TEXT = "sotu"
 """What a Hugging Face model is measured on where no text is named."""
@@ -83,6 +85,24 @@ def open_source(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
     if reason:
         raise UserError(f"{folder}: {reason}, so no loss tells what it needs; in Python, prune "
                         "takes loss=")  # fmt: skip
+    return _with_text(folder, model, text, num_tokens)
+
+
+def open_calibrated(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
+    """`open_source`, and models that read text without predicting the next token: to see their
+    activations they only have to run.
+
+    Raises UserError for models of images, sound or two texts.
+    """
+    if holds_run(folder) or model_type(folder) == MODEL_TYPE:
+        return open_source(folder, text, num_tokens)
+    model = read_model(folder, dtype=torch.float32)
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids" or getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(
+            f"{folder} holds a {type(model).__name__}, which takes more than one text; in Python, "
+            "call quantize(model, scheme, calibration=batches) and save_quantized(model, folder)"
+        )
     return _with_text(folder, model, text, num_tokens)
 
 
