@@ -18,6 +18,7 @@ import pytest
 
 import skipless
 from skipless.data import UnreachableError
+from skipless.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
@@ -51,6 +52,10 @@ def run_block(source: str, page: Path, line: int, names: dict) -> str:
                 exec(compile(module, name(page), "exec"), names)
             except UnreachableError as error:
                 pytest.skip(f"offline: {error}")
+            except UserError as error:
+                if "not installed; pip install" in str(error):
+                    pytest.skip(str(error))
+                raise
         whole += out.getvalue()
         last = lines[node.end_lineno - line - 1]
         promised = _EXPECTED.search(last)

@@ -62,8 +62,8 @@ class Opened:
     model: Any
     folder: Path
     run: LoadedRun | None = None
-    held_out: Sequence[Any] = ()
-    """Batches to compare on, where a text was opened."""
+    texts: Sequence[Any] = ()
+    """Batches to compare on, where a text was opened, held-out ones first."""
 
     def beside(self, target: Path) -> None:
         """Copy the tokenizer and what else belongs there to the folder `target`."""
@@ -97,10 +97,11 @@ def open_quantized(
     if text and not needs_text:
         raise UserError(f"{parsed} by {method} looks at no activations; leave the text out")
     run = load_run(folder) if holds_run(folder) else None
-    batches, held_out = None, ()
+    batches, texts = None, ()
     if needs_text:
         source = open_calibrated(folder, text, num_tokens)
-        loaded, batches, held_out = source.model, source.chosen_on, source.held_out
+        loaded, batches = source.model, source.chosen_on
+        texts = (*source.held_out, *batches)
     else:
         loaded = run.model if run is not None else read_model(folder)
     if parsed is not None:
@@ -108,7 +109,7 @@ def open_quantized(
             loaded, parsed, scope, method=method, include_head=include_head,
             include_convolutions=include_convolutions, calibration=batches,
         )  # fmt: skip
-    return Opened(model=loaded, folder=folder, run=run, held_out=held_out)
+    return Opened(model=loaded, folder=folder, run=run, texts=texts)
 
 
 def export_folder(
@@ -225,11 +226,11 @@ def _tokenizer_only(beside: Any) -> Any:
 
 
 def _ids(opened: Opened) -> Tensor | None:
-    """Held-out tokens to compare on, where a text was opened; else random ones are taken."""
+    """Tokens to compare on [B, T], held-out ones first, where a text was opened; else None."""
     from skipless.export.graphs.checking import sample_size
 
-    if not opened.held_out:
+    if not opened.texts:
         return None
-    rows = torch.cat([batch[0] for batch in opened.held_out])
-    count, length = sample_size(opened.model)
-    return rows[:count, :length]
+    _, length = sample_size(opened.model)
+    pieces = [piece for batch in opened.texts for piece in batch[0].split(length, dim=1)]
+    return torch.cat([piece for piece in pieces if piece.shape[1] == pieces[0].shape[1]])

@@ -82,7 +82,7 @@ def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
     """
     path = Path(directory)
     config = _read_config(path)
-    if config.get("model_type") == MODEL_TYPE:
+    if _is_ours(config):
         model = _load_ours(path, config)
     else:
         import skipless.hf  # noqa: F401  teaches transformers the format
@@ -96,7 +96,7 @@ def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
 def is_quantized(directory: str | Path) -> bool:
     """Whether the folder holds a model of ours that `save_quantized` wrote."""
     try:
-        return _read_config(Path(directory)).get("model_type") == MODEL_TYPE
+        return _is_ours(_read_config(Path(directory)))
     except UserError:
         return False
 
@@ -116,6 +116,11 @@ def read_weights(directory: str | Path, record: Quantization) -> dict[str, Tenso
         codes = unpack_weight(weight.name, parts, scheme.weight_bits, scheme.group_size)
         found[weight.name] = codes.dequantize().flatten(1)
     return found
+
+
+def _is_ours(config: dict[str, Any]) -> bool:
+    """Whether the folder holds a `Transformer`; our models in transformers have flat settings."""
+    return config.get("model_type") == MODEL_TYPE and "model" in config
 
 
 def _load_ours(path: Path, config: dict[str, Any]) -> Transformer:
@@ -190,7 +195,7 @@ def _config_of(model: nn.Module, settings: dict[str, Any]) -> dict[str, Any]:
             f"{type(model).__name__} is neither a skipless nor a transformers model; keep "
             "skipless.quant.saved.saved_form(model) in a file of your own"
         )
-    if type(model).__module__.partition(".")[0] != "transformers":
+    if not type(model).__module__.startswith(("transformers.", "skipless.hf.")):
         raise UserError(
             f"{type(model).__name__} is changed or your own, and no stock transformers reads it; "
             "unpatch(model) first, or keep skipless.quant.saved.saved_form(model)"
