@@ -13,6 +13,7 @@ from skipless.errors import UserError
 from skipless.quant import (
     fake_quantize,
     from_integer,
+    integer_codes,
     integer_layers,
     quantization,
     quantize,
@@ -20,6 +21,7 @@ from skipless.quant import (
     restore,
     to_integer,
 )
+from skipless.quant.hardware import probe
 
 ALL = ["W4A8", "W4A6-w:channel-a:token", "W3A8-asym", "W4A8-w:g4", "W4Afp-clip:mse"]
 
@@ -198,18 +200,110 @@ def test_methods_leave_kernels_on_their_grid(method):
     assert torch.equal(output(model, batch), reference)
 
 
-def test_on_integers_kernels_stay_simulated_and_are_named():
-    model, batch = vit()
-    quantize(model, "W8A8-w:channel", include_convolutions=True)
-    simulated = output(model, batch)
-    to_integer(model, engine="float")
-    name = "embeddings.patch_embeddings.projection"
-    assert name not in integer_layers(model) and len(integer_layers(model)) == 13
-    assert f"on integers: convolutions {name} simulated" in quantization(model).describe()
-    assert torch.allclose(output(model, batch), simulated, atol=1e-3)
+USABLE = [report.engine for report in probe() if report.usable]
+CONVOLUTIONS = {
+    "patches": (lambda: nn.Conv2d(3, 8, 4, stride=4), (2, 3, 8, 8)),
+    "whisper": (lambda: nn.Conv1d(5, 7, 3, stride=2, padding=1), (3, 5, 11)),
+    "dilated": (lambda: nn.Conv2d(2, 5, (3, 2), dilation=(2, 1), padding=(2, 0)), (2, 2, 9, 7)),
+    "same": (lambda: nn.Conv2d(2, 5, (3, 4), padding="same", bias=False), (2, 2, 6, 7)),
+    "reflect": (lambda: nn.Conv1d(2, 5, 3, padding=2, padding_mode="reflect"), (2, 2, 6)),
+    "circular": (lambda: nn.Conv2d(2, 5, 3, padding=1, padding_mode="circular"), (1, 2, 5, 4)),
+    "volume": (lambda: nn.Conv3d(2, 3, (1, 2, 3), stride=(1, 1, 2)), (2, 2, 3, 4, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("text", ["W8A8", "W4A6-w:channel-a:token", "W8A12-static"])
+def test_on_integers_a_convolution_is_the_exact_sum(name, text):
+    """Against convolutions of the codes in float64, which holds every sum, dequantised as Q4 says;
+    and every engine gives the same bits."""
+    make, shape = CONVOLUTIONS[name]
+    torch.manual_seed(0)
+    layer = make()
+    x_dims = len(shape) - 1
+    x = torch.randn(shape) * torch.tensor([1.0, 30.0, 0.1])[: shape[0]].view(-1, *[1] * x_dims)
+    model = nn.Sequential(layer).eval()
+    quantize(model, text, include_convolutions=True, calibration=[x])
+    with torch.no_grad():
+        simulated = model(x)
+        to_integer(model, engine="float")
+        out = model(x)
+        record = quantization(model)
+        assert "simulated" not in record.describe() and integer_layers(model) == {"0": "float"}
+        codes, scale = record.weights[0].codes()
+        site = record.activations[0]
+        granularity = "token" if site.granularity == "token" else "tensor"
+        rows = integer_codes(x.flatten(1), site.bits, granularity=granularity, clip=site.clip)
+        twin = copy.deepcopy(layer).double()
+        twin.__class__ = type(layer).__bases__[1]
+        twin.weight.data, twin.bias = codes.double().reshape(layer.weight.shape), None
+        sums = twin(rows.codes.double().reshape(x.shape)).float()
+        of_row = rows.scale.reshape(-1, *[1] * x_dims)
+        of_column = scale.reshape(-1).expand(layer.out_channels).reshape(-1, *[1] * (x_dims - 1))
+        expected = sums * (of_row * of_column)
+        if layer.bias is not None:
+            expected = expected + layer.bias.reshape(-1, *[1] * (x_dims - 1))
+        assert torch.equal(out, expected)
+        torch.testing.assert_close(out, simulated, rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(x[0]), out[0]) or granularity == "tensor"  # no batch dimension
+        for engine in USABLE:
+            from_integer(model)
+            try:
+                to_integer(model, engine=engine)
+            except UserError:
+                to_integer(model, engine="float")  # it refuses these widths
+            assert torch.equal(model(x), out), engine
+        from_integer(model)
+        assert torch.equal(model(x), simulated)
+
+
+def test_on_integers_whole_models_with_convolutions():
+    for make, number in ((vit, 14), (whisper, 2 + 6 + 10)):
+        model, batch = make()
+        reference = output(model, batch)
+        quantize(model, "W8A8-w:channel", include_convolutions=True)
+        simulated = output(model, batch)
+        to_integer(model)
+        assert len(integer_layers(model)) == number
+        executed = output(model, batch)
+        assert torch.allclose(executed, simulated, atol=2e-2)
+        twin = copy.deepcopy(model)
+        assert torch.equal(output(twin, batch), executed)
+        from_integer(model)
+        assert torch.equal(output(model, batch), simulated)
+        restore(model)
+        assert torch.equal(output(model, batch), reference)
+
+
+def test_on_integers_what_is_not_covered_stays_simulated_and_is_named():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv1d(4, 8, 3, groups=2), nn.ReLU(), nn.Conv1d(8, 8, 1), nn.Conv1d(8, 4, 1)
+    ).eval()
+    x = torch.randn(2, 4, 9)
+    quantize(model, "W8A8 2=W8A8-w:g4", include_convolutions=True)
+    with torch.no_grad():
+        simulated = model(x)
+        to_integer(model)
+        assert list(integer_layers(model)) == ["3"] and "engine=" in repr(model[3])
+        assert "on integers: convolutions 0, 2 simulated" in quantization(model).describe()
+        torch.testing.assert_close(model(x), simulated, rtol=1e-4, atol=1e-5)
+        executed = model(x)
+        with pytest.raises(UserError, match=r"3 takes 8 channels and was given \[2, 4, 9\]"):
+            model[3](x)
+        with pytest.raises(UserError, match="give floating-point"):
+            model[3](torch.zeros(2, 8, 9, dtype=torch.long))
+        assert torch.equal(model(x), executed)
+        bad = x.clone()
+        bad[1, 0, 3] = torch.nan
+        with pytest.raises(UserError, match="NaN or infinity reached 0:input"):
+            model(bad)
+    model.train()
+    y = torch.randn(2, 4, 9, requires_grad=True)
+    model(y).square().sum().backward()
+    assert bool(model[3].weight.grad.any()) and bool(y.grad.any())
     from_integer(model)
     assert "on integers" not in quantization(model).describe()
-    assert torch.equal(output(model, batch), simulated)
     restore(model)
 
 
@@ -225,8 +319,9 @@ def test_saved_and_back(tmp_path, make, include_head, text):
     assert torch.equal(output(loaded, batch), expected)
     assert quantization(loaded).describe() == quantization(model).describe()
     if text == "W8A8":
-        to_integer(loaded, engine="float")
-        assert "convolutions" in quantization(loaded).describe()
+        for each in (model, loaded):
+            to_integer(each, engine="float")
+        assert torch.equal(output(loaded, batch), output(model, batch))
 
 
 def test_the_layout_of_others_refuses(tmp_path):

@@ -24,6 +24,7 @@ apply.py        quantize, restore, quantized, paused
 subclasses.py   layers with another forward in their place
 training.py     training with quantisation (Q3)
 integer.py      the same layers computed with integers (Q4)
+executing.py    what such a layer carries and does
 codes.py        codes of their inputs
 engines.py      ways to do that, all with the same integers (products.py: what they share)
 native.py       the C++ ones

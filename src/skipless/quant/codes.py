@@ -15,24 +15,29 @@ from skipless.quant.fake import quantizer
 from skipless.quant.hardware import fastest_kernel
 
 
-def site_codes(site: ActivationQuantizer, x: Tensor) -> tuple[Tensor, Tensor]:
+def site_codes(
+    site: ActivationQuantizer, x: Tensor, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """int16 codes [tokens, in] of a site's tensor and their scale, float32 [1] or [tokens].
 
-    Layers that read the same tensor share them, and a tensor that is on the grid already (a
-    quantised stream) keeps its codes, as in the simulation.
+    `rows` is `x` as such a matrix where a token is not its last dimension (convolutions). Layers
+    that read the same tensor share them, and a tensor that is on the grid already (a quantised
+    stream) keeps its codes, as in the simulation.
     """
     state, key = site.state, site.key
+    rows = x.reshape(-1, x.shape[-1]) if rows is None else rows
     if (known := state.remembered_codes(x, key)) is not None:
         return known
     if (scale := state.remembered_scale(x, key)) is not None and bool(torch.isfinite(scale).all()):
-        grid = x.reshape(-1, x.shape[-1])
-        grid = grid.float() if grid.dtype in (torch.float16, torch.bfloat16) else grid
+        grid = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
         step = scale.reshape(-1, 1) if scale.dim() else scale
         limit = 2 ** (site.bits - 1) - 1  # a bfloat16 value may lie past the last grid point
         codes = (grid / step).round_().clamp_(-limit, limit).to(torch.int16)
         scale = scale.reshape(-1).float()
     else:
-        codes, scale = activation_codes(x, site.bits, granularity=site.granularity, clip=site.clip)
+        codes, scale = activation_codes(
+            rows, site.bits, granularity=site.granularity, clip=site.clip
+        )
     if isinstance(site.clip, str):
         state.note_scale(site.site.name, scale)
     state.remember_codes(x, key, codes, scale)

@@ -1,4 +1,4 @@
-"""Integer execution: linear layers of a quantised model computed with integers (Q4).
+"""Integer execution: layers of a quantised model computed with integers (Q4).
 
     quantize(model, "W8A12")          # simulated: rounded values in floating point
     to_integer(model)                 # executed: int16 codes x int8 codes, exact sums
@@ -15,104 +15,53 @@ digits, as does a network that such a difference tips over a rounding border lat
 A layer keeps its place, its class's name, weight, bias, hooks and state_dict; its class becomes a
 subclass with another `forward`. `paused` and `measured` compute in floating point as before; so
 does a layer in training mode while gradients are recorded, straight through. Integer outputs carry
-no gradient. Convolutions stay simulated, and `describe()` says so. Read by users and
-`quant.hardware`'s callers; works on any nn.Module.
+no gradient. Convolutions in groups, and those whose scheme is not covered, stay simulated, and
+`describe()` says so. Works on any nn.Module.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
-from skipless.quant.codes import given_step, site_codes
 from skipless.quant.convolutions import is_convolution
-from skipless.quant.engines import ENGINES, KernelEngine, Prepared, Problem
-from skipless.quant.fake import simulate
+from skipless.quant.engines import Problem
+from skipless.quant.executing import (
+    STATE,
+    Executed,
+    Executing,
+    IntegerForward,
+    IntegerKernel,
+    IntegerLinear,
+    Sharing,
+    integer_state,
+)
 from skipless.quant.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
-from skipless.quant.subclasses import Replaced, combined, named
+from skipless.quant.subclasses import combined
 from skipless.quant.weights import QuantizedWeight
-from skipless.sites import bias_of, is_linear
+from skipless.sites import is_linear
 
-_STATE = "_skipless_integer"
+__all__ = [
+    "IntegerLinear",
+    "from_integer",
+    "integer_layers",
+    "integer_state",
+    "needs_integer",
+    "to_integer",
+]
+
 _ON_INTEGERS = "on integers: "
 
 
-@dataclass(kw_only=True)
-class _Integer:
-    """What an integer layer carries besides its parameters."""
-
-    engine: str
-    prepared: Prepared
-    quantizer: ActivationQuantizer
-    weight: QuantizedWeight
-    device: str
-    plain_class: type
-    sharing: _Sharing
-    alone: bool = False
-    """Nobody else wanted the codes this layer made, so that they can stay inside one C++ call."""
-
-
-@dataclass
-class _Sharing:
-    """Whose codes were made last in this model, and whether another layer used them."""
-
-    maker: _Integer | None = None
-    used: bool = False
-
-    def made_by(self, maker: _Integer) -> None:
-        if self.maker is not None and not self.used:
-            self.maker.alone = True
-        self.maker, self.used = maker, False
-
-
-class _IntegerForward(Replaced):
-    """Mixed in before the layer's own class."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        own: _Integer = getattr(self, _STATE)
-        site = own.quantizer
-        if site.state.mode != "quantize":  # the hook did what there was to do
-            return super().forward(x)
-        if self.training and torch.is_grad_enabled():
-            result, scale = simulate(x, site.bits, site.granularity, True, site.clip)
-            if isinstance(site.clip, str):
-                site.state.note_scale(site.site.name, scale)
-            return super().forward(result)
-        _check_input(own, x)
-        own.weight.check_unchanged()
-        if x.numel() == 0:
-            return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
-        with torch.no_grad():
-            bias = bias_of(self)
-            bias = None if bias is None else bias.detach().float()
-            out = _fused(own, x, bias) if own.alone else None
-            if out is None:
-                codes, scale = _shared_codes(own, x)
-                out = ENGINES[own.engine].linear(own.prepared, codes, scale, bias)
-        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
-
-    def extra_repr(self) -> str:
-        own: _Integer = getattr(self, _STATE)
-        problem = own.prepared.problem
-        text = super().extra_repr()
-        widths = f"W{problem.weight_bits}A{problem.activation_bits}"
-        return f"{text}{', ' if text else ''}{widths}, engine={own.engine}"
-
-
-@named
-class IntegerLinear(_IntegerForward, nn.Linear):
-    """An nn.Linear computed with integers; made by `to_integer`, not by hand."""
-
-
 def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
-    """Compute the quantised linear layers of `model` with integers, in place; returns it.
+    """Compute the quantised layers of `model` with integers, in place; returns it.
 
     `engine` is a name in `engines.ENGINES`; by default the fastest exact one for each layer
     (`hardware.pick`). The model has to be quantised by `quantize` with integer activations,
@@ -123,32 +72,37 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
-    kernels = {id(m.weight): name for name, m in model.named_modules() if is_convolution(m)}
-    simulated = [kernels[id(w.parameter)] for w in record.weights if id(w.parameter) in kernels]
+    layers, simulated = _find_layers(model, record)
+    kernels = {id(m.weight) for m in model.modules() if is_convolution(m)}
     executed = [weight for weight in record.weights if id(weight.parameter) not in kernels]
     for scheme in dict.fromkeys(weight.scheme for weight in executed):
-        _check_scheme(scheme)
+        if reason := _refusal(scheme):
+            raise UserError(
+                f"{reason}, which integer execution does not cover; use a symmetric W<b>A<b> "
+                "scheme with weights per tensor or channel"
+            )
     if integer_layers(model):
         raise UserError("the model runs on integers already; call from_integer(model) first")
     if record.state.mode != "quantize":
         raise UserError("the model is in full precision for now; leave the paused block first")
-    layers = _find_layers(model, record)
     if not layers:
         raise UserError(
-            f"no linear layer of {type(model).__name__} has both a quantised weight and a "
+            f"no layer of {type(model).__name__} has both a quantised weight and a "
             f"quantised input ({record.describe()}), so nothing would run on integers"
         )
     weights = {id(weight.parameter): weight for weight in record.weights}
-    made: list[tuple[nn.Module, _Integer]] = []
-    sharing = _Sharing()
+    made: list[tuple[nn.Module, Executed]] = []
+    sharing = Sharing()
     for module, site in layers:
         weight = weights[id(module.weight)]
         weight.check_unchanged()
         own = _prepare(module, weight, site, engine, sharing)
         made.append((module, own))
     for module, own in made:
-        setattr(module, _STATE, own)
-        module.__class__ = combined(_IntegerForward, own.plain_class)
+        setattr(module, STATE, own)
+        module.__class__ = combined(
+            IntegerKernel if is_convolution(module) else IntegerForward, own.plain_class
+        )
         own.quantizer.is_integer = True
         record.handles.append(_Handle(module))
     if simulated:
@@ -177,58 +131,10 @@ def from_integer(model: nn.Module) -> nn.Module:
 def integer_layers(model: nn.Module) -> dict[str, str]:
     """{name of a layer: its engine} for the layers that run on integers."""
     return {
-        name: getattr(module, _STATE).engine
+        name: getattr(module, STATE).engine
         for name, module in model.named_modules()
-        if isinstance(module, _IntegerForward)
+        if isinstance(module, Executing)
     }
-
-
-def _check_input(own: _Integer, x: Tensor) -> None:
-    """UserError for what the packed weight cannot be multiplied with; no engine looks itself."""
-    name, width = own.quantizer.site.module, own.prepared.problem.in_features
-    if x.device.type != own.device:
-        raise UserError(
-            f"the integer weights of {name} are on {own.device} and the input on {x.device}; call "
-            "from_integer(model), move the model, then to_integer(model)"
-        )
-    if not x.is_floating_point():
-        raise UserError(f"{name} was given {x.dtype}; give floating-point values, as x.float()")
-    if x.shape[-1:] != (width,):
-        raise UserError(
-            f"{name} takes {width} inputs and was given {list(x.shape)}, whose last dimension "
-            "differs; give it the tensor that the model was made for"
-        )
-
-
-def _fused(own: _Integer, x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The layer's output in one C++ call, or None where that does not apply."""
-    engine, site = ENGINES[own.engine], own.quantizer
-    given = not isinstance(site.clip, str)
-    if not isinstance(engine, KernelEngine) or x.dtype != torch.float32:
-        return None
-    if not (given or site.clip == "absmax") or site.state.remembered_scale(x, site.key) is not None:
-        return None
-    rows = x.detach().reshape(-1, x.shape[-1])
-    step = given_step(rows, site.bits, site.clip) if given else -1.0
-    out, scale = engine.from_floats(own.prepared, rows, site.granularity == "token", step, bias)
-    if not given:
-        site.state.note_scale(site.site.name, scale)
-    return out
-
-
-def _shared_codes(own: _Integer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`site_codes`, noting whether layers that read the same tensor come after one another."""
-    site = own.quantizer
-    if (known := site.state.remembered_codes(x, site.key)) is not None:
-        own.sharing.used = True
-        return known
-    own.sharing.made_by(own)
-    return site_codes(site, x)
-
-
-def integer_state(module: nn.Module) -> _Integer | None:
-    """What an integer layer carries: its engine, packed weight and quantiser; None for others."""
-    return getattr(module, _STATE, None)
 
 
 def _prepare(
@@ -236,8 +142,8 @@ def _prepare(
     weight: QuantizedWeight,
     site: ActivationQuantizer,
     engine: str | None,
-    sharing: _Sharing,
-) -> _Integer:
+    sharing: Sharing,
+) -> Executed:
     codes, scale = weight.codes()
     out_features, in_features = codes.shape
     problem = Problem(
@@ -249,7 +155,7 @@ def _prepare(
     except UserError as error:
         raise UserError(f"{site.site.module}: {error}") from None
     scale = scale.float().reshape(-1).expand(out_features)
-    return _Integer(
+    return Executed(
         engine=chosen.name, prepared=chosen.prepare(codes.to(torch.int16), scale, problem),
         quantizer=site, weight=weight, device=problem.device, plain_class=type(module),
         sharing=sharing,
@@ -258,30 +164,34 @@ def _prepare(
 
 def _find_layers(
     model: nn.Module, record: Quantization
-) -> list[tuple[nn.Module, ActivationQuantizer]]:
-    quantised = {id(weight.parameter) for weight in record.weights}
-    found = []
+) -> tuple[list[tuple[nn.Module, ActivationQuantizer]], list[str]]:
+    """(layers to execute with the quantisers of their inputs, convolutions that stay simulated)."""
+    weights = {id(weight.parameter): weight for weight in record.weights}
+    found, simulated = [], []
     for site in record.activations:
-        if site.site.kind == "linear_input" and site.site.direction == "input":
-            module = model.get_submodule(site.site.module)
-            if is_linear(module) and id(module.weight) in quantised:
-                found.append((module, site))
-    return found
+        if site.site.kind != "linear_input" or site.site.direction != "input":
+            continue
+        module = model.get_submodule(site.site.module)
+        is_kernel = is_convolution(module)
+        if not (is_kernel or is_linear(module)) or id(module.weight) not in weights:
+            continue
+        groups: Any = getattr(module, "groups", 1)
+        if is_kernel and (groups > 1 or _refusal(weights[id(module.weight)].scheme)):
+            simulated.append(site.site.module)
+        else:
+            found.append((module, site))
+    return found, simulated
 
 
-def _check_scheme(scheme: Scheme) -> None:
+def _refusal(scheme: Scheme) -> str:
+    """Why integer execution does not cover the scheme; "" if it does."""
     if scheme.activation_bits is None:
-        problem = f"{scheme} keeps activations in floating point"
-    elif not scheme.symmetric:
-        problem = f"{scheme} has zero points"
-    elif scheme.weight_granularity not in ("tensor", "channel"):
-        problem = f"{scheme} has several scales in one sum"
-    else:
-        return
-    raise UserError(
-        f"{problem}, which integer execution does not cover; use a symmetric W<b>A<b> scheme with "
-        "weights per tensor or channel"
-    )
+        return f"{scheme} keeps activations in floating point"
+    if not scheme.symmetric:
+        return f"{scheme} has zero points"
+    if scheme.weight_granularity not in ("tensor", "channel"):
+        return f"{scheme} has several scales in one sum"
+    return ""
 
 
 def needs_integer(handle: object) -> bool:
@@ -298,7 +208,7 @@ class _Handle:
         self.module = module
 
     def remove(self) -> None:
-        own: _Integer = getattr(self.module, _STATE)
+        own: Executed = getattr(self.module, STATE)
         self.module.__class__ = own.plain_class
         own.quantizer.is_integer = False
-        delattr(self.module, _STATE)
+        delattr(self.module, STATE)

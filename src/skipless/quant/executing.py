@@ -1,0 +1,209 @@
+"""Layers that compute with integers in their place: what they carry, and their `forward` (Q4).
+
+A linear layer multiplies the codes of its input [..., in] with those of its weight. A convolution
+first lays out the patches under its kernel, codes that are zero in the padding, and is then the
+same product with one row a position. Made by `quant.integer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from skipless.errors import UserError
+from skipless.quant.activations import ActivationQuantizer
+from skipless.quant.codes import given_step, site_codes
+from skipless.quant.convolutions import by_example
+from skipless.quant.engines import ENGINES, KernelEngine, Prepared
+from skipless.quant.fake import simulate
+from skipless.quant.subclasses import Replaced, named
+from skipless.quant.weights import QuantizedWeight
+from skipless.sites import bias_of
+
+STATE = "_skipless_integer"
+
+
+@dataclass(kw_only=True)
+class Executed:
+    """What an integer layer carries besides its parameters."""
+
+    engine: str
+    prepared: Prepared
+    quantizer: ActivationQuantizer
+    weight: QuantizedWeight
+    device: str
+    plain_class: type
+    sharing: Sharing
+    alone: bool = False
+    """Nobody else wanted the codes this layer made, so that they can stay inside one C++ call."""
+
+
+@dataclass
+class Sharing:
+    """Whose codes were made last in this model, and whether another layer used them."""
+
+    maker: Executed | None = None
+    used: bool = False
+
+    def made_by(self, maker: Executed) -> None:
+        if self.maker is not None and not self.used:
+            self.maker.alone = True
+        self.maker, self.used = maker, False
+
+
+class Executing(Replaced):
+    """Base of the two, by which such layers are known."""
+
+    def extra_repr(self) -> str:
+        own: Executed = getattr(self, STATE)
+        problem = own.prepared.problem
+        text = super().extra_repr()
+        widths = f"W{problem.weight_bits}A{problem.activation_bits}"
+        return f"{text}{', ' if text else ''}{widths}, engine={own.engine}"
+
+
+class IntegerForward(Executing):
+    """Mixed in before a linear layer's own class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Executed = getattr(self, STATE)
+        site = own.quantizer
+        if site.state.mode != "quantize":  # the hook did what there was to do
+            return super().forward(x)
+        if self.training and torch.is_grad_enabled():
+            result, scale = simulate(x, site.bits, site.granularity, True, site.clip)
+            if isinstance(site.clip, str):
+                site.state.note_scale(site.site.name, scale)
+            return super().forward(result)
+        _check_input(own, x)
+        own.weight.check_unchanged()
+        if x.numel() == 0:
+            return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
+        with torch.no_grad():
+            bias = bias_of(self)
+            bias = None if bias is None else bias.detach().float()
+            out = _fused(own, x, bias) if own.alone else None
+            if out is None:
+                codes, scale = _shared_codes(own, x)
+                out = ENGINES[own.engine].linear(own.prepared, codes, scale, bias)
+        return out.to(x.dtype).reshape(*x.shape[:-1], out.shape[-1])
+
+
+@named
+class IntegerLinear(IntegerForward, nn.Linear):
+    """An nn.Linear computed with integers; made by `to_integer`, not by hand."""
+
+
+class IntegerKernel(Executing):
+    """Mixed in before the class of a convolution in one group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own: Executed = getattr(self, STATE)
+        layer: Any = self
+        site, dims = own.quantizer, layer.weight.dim() - 1
+        if site.state.mode != "quantize":
+            return super().forward(x)
+        if self.training and torch.is_grad_enabled():
+            rows = by_example(x, dims) if site.granularity == "token" else x
+            result, scale = simulate(rows, site.bits, site.granularity, True, site.clip)
+            if isinstance(site.clip, str):
+                site.state.note_scale(site.site.name, scale)
+            return super().forward(result.reshape(x.shape))
+        _check_kind(own, x)
+        own.weight.check_unchanged()
+        if x.dim() not in (dims, dims + 1) or x.shape[-dims] != layer.in_channels:
+            raise UserError(
+                f"{site.site.module} takes {layer.in_channels} channels and was given "
+                f"{list(x.shape)}; give it the tensor that the model was made for"
+            )
+        if x.numel() == 0:
+            return super().forward(x)
+        with torch.no_grad():
+            batch = x if x.dim() > dims else x[None]
+            codes, scale = site_codes(site, x, by_example(x, dims))
+            patches, places = _patches(layer, codes.reshape(batch.shape))
+            if len(scale) > 1:  # one an example
+                scale = scale.repeat_interleave(len(patches) // len(batch))
+            bias = bias_of(self)
+            bias = None if bias is None else bias.detach().float()
+            out = ENGINES[own.engine].linear(own.prepared, patches, scale, bias)
+            out = out.to(x.dtype).reshape(*places, -1).movedim(-1, 1)
+        return out if x.dim() > dims else out[0]
+
+
+def _patches(layer: Any, codes: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What the kernel meets at every position: codes [N, C, ...] -> ([N * positions, C * k], (N,
+    positions by dimension))."""
+    around, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
+    if not isinstance(layer.padding, str):
+        around = [size for size in reversed(layer.padding) for _ in range(2)]
+    if mode == "zeros":
+        codes = F.pad(codes, around)
+    else:  # in float32, which holds every code, since torch pads no integers in these modes
+        codes = F.pad(codes.float(), around, mode=mode).to(torch.int16)
+    for place, size in enumerate(layer.kernel_size):
+        gap = layer.dilation[place]
+        codes = codes.unfold(place + 2, (size - 1) * gap + 1, layer.stride[place])
+        codes = codes[..., ::gap]
+    number = len(layer.kernel_size)
+    places = (len(codes), *codes.shape[2 : 2 + number])
+    rows = codes.movedim(1, 1 + number)  # N, positions, C, k
+    return rows.reshape(-1, layer.in_channels * rows.shape[2 + number :].numel()), places
+
+
+def _check_input(own: Executed, x: Tensor) -> None:
+    """UserError for what the packed weight cannot be multiplied with; no engine looks itself."""
+    _check_kind(own, x)
+    name, width = own.quantizer.site.module, own.prepared.problem.in_features
+    if x.shape[-1:] != (width,):
+        raise UserError(
+            f"{name} takes {width} inputs and was given {list(x.shape)}, whose last dimension "
+            "differs; give it the tensor that the model was made for"
+        )
+
+
+def _check_kind(own: Executed, x: Tensor) -> None:
+    """UserError for another device and for integers."""
+    name = own.quantizer.site.module
+    if x.device.type != own.device:
+        raise UserError(
+            f"the integer weights of {name} are on {own.device} and the input on {x.device}; call "
+            "from_integer(model), move the model, then to_integer(model)"
+        )
+    if not x.is_floating_point():
+        raise UserError(f"{name} was given {x.dtype}; give floating-point values, as x.float()")
+
+
+def _fused(own: Executed, x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """The layer's output in one C++ call, or None where that does not apply."""
+    engine, site = ENGINES[own.engine], own.quantizer
+    given = not isinstance(site.clip, str)
+    if not isinstance(engine, KernelEngine) or x.dtype != torch.float32:
+        return None
+    if not (given or site.clip == "absmax") or site.state.remembered_scale(x, site.key) is not None:
+        return None
+    rows = x.detach().reshape(-1, x.shape[-1])
+    step = given_step(rows, site.bits, site.clip) if given else -1.0
+    out, scale = engine.from_floats(own.prepared, rows, site.granularity == "token", step, bias)
+    if not given:
+        site.state.note_scale(site.site.name, scale)
+    return out
+
+
+def _shared_codes(own: Executed, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`site_codes`, noting whether layers that read the same tensor come after one another."""
+    site = own.quantizer
+    if (known := site.state.remembered_codes(x, site.key)) is not None:
+        own.sharing.used = True
+        return known
+    own.sharing.made_by(own)
+    return site_codes(site, x)
+
+
+def integer_state(module: nn.Module) -> Executed | None:
+    """What an integer layer carries: its engine, packed weight and quantiser; None for others."""
+    return getattr(module, STATE, None)
