@@ -51,7 +51,7 @@ def test_a_mistake_is_told_before_torch_is_imported(arguments, said, tiny_run):
 def test_quantize_answers_which_layer_is_worst_at_the_scheme_asked_for(copy_run, tmp_path, capsys):
     path = str(copy_run(tmp_path / "run"))
     assert main(["quantize", path, "--schemes", "W8A8", "W4A8-a:token-clip:mse", "--by-layer",
-                 "--num-tokens", "1e2"]) == 0  # fmt: skip
+                 "--all-but-one", "--num-tokens", "1e2"]) == 0  # fmt: skip
     lines = capsys.readouterr().out.splitlines()
     table = lines[1:5]
     assert len({line.index(" block" if " block" in line else " linear") for line in table}) == 1
@@ -59,6 +59,7 @@ def test_quantize_answers_which_layer_is_worst_at_the_scheme_asked_for(copy_run,
     titles = [line for line in lines if "W4A8-a:token-clip:mse, scope block" in line]
     assert [title.split()[:2] for title in titles] == [
         ["worst", "activations"], ["worst", "weights"], ["error", "of"], ["increase", "of"],
+        ["what", "one"],
     ]  # fmt: skip
     assert "at 8 bits" in titles[0] and "at 4 bits" in titles[1]
     weights = lines[lines.index(titles[1]) + 2 :][:5]
@@ -69,7 +70,10 @@ def test_quantize_answers_which_layer_is_worst_at_the_scheme_asked_for(copy_run,
         [layer, sub] for layer in "01" for sub in ("attention", "mlp")
     ]
     assert sum("<- grows most" in line for line in depth) == 1
-    assert len(lines) == lines.index(titles[3]) + 4
+    assert lines.index(titles[4]) == lines.index(titles[3]) + 5
+    assert len(lines) == lines.index(titles[4]) + 4
+    assert main(["quantize", path, "--all-but-one"]) == 2
+    assert "goes with --by-layer" in capsys.readouterr().err
 
 
 def test_one_sequence_has_no_error_and_eval_says_so(copy_run, tmp_path, capsys):

@@ -162,7 +162,7 @@ def test_combined_with_other_methods_mixed_and_static(make_transformer, ids):
     model = make_transformer("residual")
     before = logits(model, ids)
     quantize(
-        model, "W4A8-static-w:channel layers.0.mlp=fp", "block",
+        model, "W4A8-static-w:channel-P6 layers.0.mlp=fp", "all",
         method=f"smooth+{LEARNED}+gptq", calibration=[ids],
     )  # fmt: skip
     assert len(quantization(model).notes) == 2

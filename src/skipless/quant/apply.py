@@ -89,6 +89,7 @@ def quantize(
         handles=session.handles,
     )  # fmt: skip
     try:
+        record.eager = _switch_to_eager(model, targets)  # methods may run the sites as well
         with torch.no_grad():
             for each in methods:
                 each.prepare(session)
@@ -99,7 +100,6 @@ def quantize(
             ActivationQuantizer(target, target.scheme, state, _columns(target, session))
             for target in targets
         ]
-        record.eager = _switch_to_eager(model, targets)
         register_hooks(model, record.activations, state, record.handles)
         session.attach_first()
         if any(quantizer.observer for quantizer in record.activations):

@@ -26,11 +26,18 @@ def cayley(skew: Tensor) -> Tensor:
 class Orthogonal:
     """`number` rotations [n, n] side by side, to be learned."""
 
-    def __init__(self, number: int, width: int, generator: torch.Generator) -> None:
-        """Start at Hadamard matrices whose rows get random signs."""
+    def __init__(
+        self,
+        number: int,
+        width: int,
+        generator: torch.Generator,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Start at Hadamard matrices whose rows get random signs, on `device` if it has float64."""
         signs = torch.randint(2, (number, width, 1), generator=generator).double() * 2 - 1
-        self.start = signs * nearest_orthogonal(rotation(width))
-        self.free = torch.zeros(number, width, width, dtype=torch.float64, requires_grad=True)
+        start = signs * nearest_orthogonal(rotation(width))
+        self.start = start if torch.device(device).type == "mps" else start.to(device)
+        self.free = torch.zeros_like(self.start, requires_grad=True)
 
     def matrix(self) -> Tensor:
         """The rotations now, float64 [number, n, n], differentiable in `free`."""

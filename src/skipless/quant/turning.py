@@ -40,8 +40,8 @@ class TurnedLayer:
     bias: Tensor | None = None
 
     def turned(self, turns: list[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """(weight [out, in], bias) under `turns`, in their dtype."""
-        matrix, bias = self.matrix.to(turns[0].dtype), self.bias
+        """(weight [out, in], bias) under `turns`, on their device and in their dtype."""
+        matrix, bias = self.matrix.to(turns[0]), self.bias
         if self.reads is not None:
             turn, which = self.reads
             matrix = turn_columns(matrix, turns[turn], which)
@@ -51,7 +51,7 @@ class TurnedLayer:
             rows[1] = turn_columns(rows[1].T, turns[turn], which).T
             matrix = torch.cat(rows)
             if bias is not None:
-                parts = bias.to(matrix.dtype)
+                parts = bias.to(matrix)
                 turned = turn_columns(parts[None, part], turns[turn], which)[0]
                 bias = torch.cat([parts[: part.start], turned, parts[part.stop :]])
         return matrix, bias
@@ -90,7 +90,7 @@ class Plan:
         for layer in self.layers:
             matrix, bias = layer.turned(turns)
             module = model.get_submodule(layer.name)
-            matrix = matrix.to(weight_of(module).dtype)
+            matrix = matrix.to(weight_of(module))
             if rounded and (target := session.targets.get(layer.name)) is not None:
                 scheme = target.scheme
                 matrix = fake_quantize(
@@ -100,7 +100,7 @@ class Plan:
             found[f"{layer.name}.weight"] = matrix if isinstance(module, nn.Linear) else matrix.T
             if bias is not None:
                 found[f"{layer.name}.bias"] = bias
-        return {name: value.to(model.get_parameter(name).dtype) for name, value in found.items()}
+        return {name: value.to(model.get_parameter(name)) for name, value in found.items()}
 
     @torch.no_grad()
     def put(self, session: Session) -> None:

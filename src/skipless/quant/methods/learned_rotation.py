@@ -100,6 +100,7 @@ class LearnedRotation(Config):
 def _plan(session: Session, seed: int) -> Plan:
     """Trace; nothing is changed."""
     generator = torch.Generator().manual_seed(seed)
+    device = next(session.model.parameters()).device
     layers: dict[str, TurnedLayer] = {}
     plan = Plan(turns=[], layers=[], stream=None, norms={}, heads=0)
 
@@ -117,11 +118,12 @@ def _plan(session: Session, seed: int) -> Plan:
         layer(source.name).writes = (len(plan.turns), every, part)
         for name in session.members(group):
             layer(name).reads = (len(plan.turns), which)
-        plan.turns.append(Orthogonal(width // size, size, generator))
+        plan.turns.append(Orthogonal(width // size, size, generator, device))
         plan.heads += 1
     try:
         stream = find_stream(session.model, session.small())
-        _add_stream(session, plan, stream, layer, Orthogonal(1, stream.width, generator))
+        turn = Orthogonal(1, stream.width, generator, device)
+        _add_stream(session, plan, stream, layer, turn)
     except UserError:
         pass  # no such stream: the rest is worth having
     plan.layers = list(layers.values())
@@ -178,7 +180,7 @@ class _Learning:
         }  # fmt: skip
         self.state = ForwardState([target.site for target in session.activations])
         self.handles: list[Any] = []
-        self.dtype = plan.layers[0].matrix.dtype
+        self.like = plan.layers[0].matrix
 
     def __enter__(self) -> _Learning:
         sites = []
@@ -235,7 +237,7 @@ class _Learning:
         with evaluation_mode(model), torch.set_grad_enabled(learns):
             turns = [turn.matrix() for turn in self.plan.turns]
             if learns:  # float64, in which the weights are turned at the end, takes its time
-                turns = [turn.to(self.dtype) for turn in turns]
+                turns = [turn.to(self.like) for turn in turns]
             values = self.fixed | self.plan.values(self.session, turns, rounded=True)
             with turning(model, self.plan.stream, turns[-1]):
                 found = run_with(model, values, batch)
