@@ -142,3 +142,46 @@ def test_encoders_sliding_windows_and_assistants():
         expected = model.generate(ids, max_new_tokens=12, num_beams=options.get("num_beams", 1))
         found = model.generate(ids, past_key_values=cache, max_new_tokens=12, **options)
         assert torch.equal(found, expected), type(model).__name__
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_order_of_operations(seed):
+    """Against floats that are rounded when they come: no token, one token of one head (whose scale
+    looks like one of its own), odd widths, every width of codes, copies on the way."""
+    import copy
+    import pickle
+    import random
+
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    bits, granularity = choose.choice([2, 4, 5, 8, 16]), choose.choice(["token", "tensor"])
+    batch, heads, width = choose.choice([1, 2]), choose.choice([1, 2]), choose.choice([1, 3, 8])
+    cache = QuantizedCache(bits=bits, granularity=granularity)
+    kept = [torch.zeros(batch, heads, 0, width)] * 2
+    for step in range(10):
+        what = "update" if step == 0 else choose.choice(
+            ["update", "update", "none", "crop", "reorder", "repeat", "select", "copy"]
+        )  # fmt: skip
+        length = kept[0].shape[2]
+        if what in ("update", "none"):
+            number = 0 if what == "none" else choose.choice([1, 1, 2, 20])
+            new = torch.randn(2, len(kept[0]), heads, number, width) * 10.0 ** choose.randrange(4)
+            cache.update(*new, 0)
+            if number:
+                rounded = [fake_quantize(x, bits, granularity=granularity) for x in new]
+                kept = [torch.cat(pair, 2) for pair in zip(kept, rounded, strict=True)]
+        elif what == "crop" and length > 1:
+            cache.crop(-1)
+            kept = [x[:, :, :-1] for x in kept]
+        elif what == "repeat" and len(kept[0]) < 4:
+            cache.batch_repeat_interleave(2)
+            kept = [x.repeat_interleave(2, 0) for x in kept]
+        elif what in ("reorder", "select"):
+            rows = torch.randint(len(kept[0]), (len(kept[0]) if what == "reorder" else 1,))
+            (cache.reorder_cache if what == "reorder" else cache.batch_select_indices)(rows)
+            kept = [x[rows] for x in kept]
+        elif what == "copy":
+            cache = choose.choice([copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))])(cache)
+        layer = cache.layers[0]
+        assert cache.get_seq_length() == kept[0].shape[2]
+        assert torch.equal(layer.keys, kept[0]) and torch.equal(layer.values, kept[1])

@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skipless.cli import main
 from skipless.config import ModelConfig
 from skipless.errors import UserError
+from skipless.export import load_quantized, save_quantized
 from skipless.hf.exporting import export_model, from_transformer
 from skipless.model import Transformer
 from skipless.quant import quantize
+from skipless.surgery.reading import read_language_model, read_model
 from skipless.train import load_run
 
-from .hf_models import KINDS, build, own
+from .hf_models import KINDS, build, ids, own
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,29 @@ def test_a_classifier_keeps_its_head():
     with torch.no_grad():
         assert torch.equal(made(x).logits, model(x).logits)
     assert made.config.id2label[1] == "b"
+
+
+def test_packed_folders_of_either_kind_are_told_apart(folder, tiny_run, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    quantize(model, "W8A8", "linear")
+    save_quantized(model, tmp_path / "packed")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        assert torch.equal(again(ids()).logits, model(ids()).logits)
+    assert type(load_quantized(tmp_path / "packed")) is type(model)
+    own_model = load_run(tiny_run).model
+    quantize(own_model, "W8A8", "linear")
+    save_quantized(own_model, tmp_path / "own")
+    assert type(load_quantized(tmp_path / "own")) is Transformer
+    refused(
+        "read it with skipless.export.load_quantized",
+        lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "own"),
+    )
+
+
+def test_surgery_names_the_run_where_a_folder_of_ours_is_given(folder):
+    assert type(read_model(folder)).__name__ == "SkiplessForCausalLM"
+    refused("made of a run of ours; name the run itself", lambda: read_language_model(folder))
 
 
 def refused(match, call):

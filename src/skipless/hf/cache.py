@@ -105,6 +105,10 @@ class QuantizedLayer(DynamicLayer):
         """Append the new tokens [B, G, T, K]; returns all of them, rounded."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if not key_states.shape[2]:  # no token
+            empty = key_states, value_states
+            return tuple(new if old is None else old for new, old in zip(
+                empty, (self.keys, self.values), strict=True))  # fmt: skip
         for packed, new in zip(self._packed, (key_states, value_states), strict=True):
             codes, scale, _ = code_tensor(new, self.bits, self.granularity, True, "absmax")
             packed.append(codes, scale, self._length)

@@ -132,6 +132,11 @@ def _check_names(extra: dict[str, Any]) -> None:
     """Raise UserError for what is nearly a setting; transformers would keep it without a word."""
     if isinstance(extra.get("temperature"), (dict, TemperatureConfig)):
         raise UserError("unknown setting temperature; did you mean 'attention_temperature'?")
+    if isinstance(extra.get("model"), dict):
+        raise UserError(
+            "config.json is that of a packed folder without transformers; read it with "
+            "skipless.export.load_quantized"
+        )
     known = [f.name for f in fields(SkiplessConfig)]
     for name in extra:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

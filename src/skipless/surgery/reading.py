@@ -34,7 +34,7 @@ def read_model(folder: Path, cls: Any = None, dtype: Any = "auto") -> Any:
     transformers = _transformers()
     if cls is None:
         name = _class_name(config) or "AutoModel"
-        cls = getattr(transformers, name, None)
+        cls = getattr(_own_classes(config) or transformers, name, None)
         if not hasattr(cls, "from_pretrained"):
             raise UserError(
                 f"{folder} holds a {name}, which this version of transformers does not have"
@@ -66,6 +66,11 @@ def read_language_model(folder: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = _class_name(config)
+    if _own_classes(config) is not None:
+        raise UserError(
+            f"{folder} holds a {name}, made of a run of ours; name the run itself, whose skips "
+            "are changed there"
+        )
     causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config["model_type"])
     if causal is None:
         raise UserError(_refusal(folder, f"{name or 'it'} predicts no next token"))
@@ -158,6 +163,15 @@ def _transformers() -> Any:
         ) from None
     transformers.utils.logging.disable_progress_bar()
     return transformers
+
+
+def _own_classes(config: dict[str, Any]) -> Any:
+    """The room of our own models, which it makes known, where the config is of one; else None."""
+    if config["model_type"] != "skipless":
+        return None
+    import skipless.hf
+
+    return skipless.hf
 
 
 @contextlib.contextmanager
