@@ -82,11 +82,13 @@ def _object(directory: RunDir, name: str) -> dict[str, Any] | None:
 
 
 def _tasks(directory: RunDir, step: Any) -> dict[str, Any] | None:
-    """tasks.json, which names no step: only where it is newer than the weights."""
+    """tasks.json; one that names no step only where it is newer than the weights."""
     found = _object(directory, "tasks.json")
     weights = directory / "model.safetensors"
     if found is None or step is None or not found.get("rows") or not weights.exists():
         return None
+    if isinstance(found.get("measured"), dict):
+        return found if found["measured"].get("step") == step else None
     newer = (directory / "tasks.json").stat().st_mtime >= weights.stat().st_mtime
     return found if newer else None
 

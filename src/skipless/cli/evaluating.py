@@ -143,6 +143,8 @@ def _tasks(
         return run_lm_eval(subject.model, tokenizer, tasks, **options), [], folder
     options["num_fewshot"] = num_fewshot or 0
     found = score_tasks(subject.model, tokenizer, tasks, **options)
+    if run is not None:
+        found.summary["measured"] = {"step": run.step}  # a report leaves out other weights'
     return found.summary, found.documents, folder
 
 

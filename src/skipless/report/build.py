@@ -20,6 +20,7 @@ from skipless.report.load import load_runs
 from skipless.report.plots import draw_all
 from skipless.report.tables import compare
 from skipless.report.verdict import verdict
+from skipless.report.zero_shot import task_numbers
 from skipless.rundir import CONFIG, RunDir
 
 TITLE = "Transformers with and without skip connections"
@@ -46,6 +47,7 @@ def build_report(
         "title": title,
         "verdict": [asdict(s) for s in statements],
         **comparison.to_dict(),
+        "tasks": {row.label: found for row in comparison.rows if (found := task_numbers(row))},
         "figures": [f.name for f in figures],
         "figures_without_numbers": without,
         "machines": {str(run.path): machine(run) for run in runs},

@@ -22,6 +22,7 @@ from skipless.report.style import Look, css_variables, looks
 from skipless.report.stylesheet import css
 from skipless.report.tables import Comparison
 from skipless.report.verdict import Statement
+from skipless.report.zero_shot import task_tables
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
@@ -43,6 +44,7 @@ def page(
         _verdict(statements),
         section("The rows", rows_table(comparison, styles)),
         section("Loss by precision", precision_tables(comparison, styles)),
+        section("Zero-shot tasks", task_tables(comparison, styles)),
         _missing(comparison, without),
         section("Figures", "".join(map(figure_html, figures)) or "<p>No figure has numbers.</p>"),
         _samples(comparison, styles),

@@ -57,6 +57,8 @@ class RunData:
     quant: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
+    tasks: dict[str, Any] | None = None
+    """tasks.json, which few runs have: zero-shot accuracies by scheme."""
     unigram_loss: float | None = None
     """data.json: held-out loss of token frequencies alone, nats a token."""
     missing: tuple[str, ...] = ()
@@ -177,6 +179,7 @@ def load_run(path: str | Path) -> RunData:
         samples=[
             s for s in ([samples] if isinstance(samples, dict) else samples) if isinstance(s, dict)
         ],
+        tasks=_optional(run, "tasks.json") or None,
         unigram_loss=number(_optional(run, "data.json"), "unigram_loss"),
     )
     if probe is None and data.probes:

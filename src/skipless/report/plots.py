@@ -28,6 +28,7 @@ from skipless.report.inside import (
 from skipless.report.load import RunData
 from skipless.report.measures import Curve
 from skipless.report.tables import Comparison
+from skipless.report.zero_shot import draw_tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,14 +250,26 @@ FIGURES: tuple[tuple[str, str, str, int, Callable[[Pen, Any], None]], ...] = (
     ),
 )
 
+# As FIGURES; without numbers nothing is said, since few runs have them.
+OPTIONAL: tuple[tuple[str, str, str, int, Callable[[Pen, Any], None]], ...] = (
+    (
+        "tasks",
+        "What rounding does to zero-shot answers",
+        "Average share of questions answered right, from full precision to few bits. Small models "
+        "are near guessing, where differences are noise; the table has the intervals.",
+        1,
+        draw_tasks,
+    ),
+)
+
 
 def draw_all(comparison: Comparison) -> tuple[list[Figure], list[str]]:
     """All figures that have numbers, and the titles of those that have none."""
     figures, without = [], []
-    for name, title, caption, num_panels, draw in FIGURES:
+    for name, title, caption, num_panels, draw in (*FIGURES, *OPTIONAL):
         drawn = render(comparison, draw, num_panels, name=name, title=title)
         if drawn is None:
-            without.append(title)
+            without += [title] if name not in (optional[0] for optional in OPTIONAL) else []
             continue
         svg, png = drawn
         figures.append(Figure(name=name, title=title, caption=caption, svg=svg, png=png))
