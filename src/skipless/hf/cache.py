@@ -105,16 +105,15 @@ class QuantizedLayer(DynamicLayer):
         """Append the new tokens [B, G, T, K]; returns all of them, rounded."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not key_states.shape[2]:  # no token
-            empty = key_states, value_states
-            return tuple(new if old is None else old for new, old in zip(
-                empty, (self.keys, self.values), strict=True))  # fmt: skip
+        if not key_states.shape[2]:  # no tokens have no range
+            keys, values = self.keys, self.values
+            return (key_states, value_states) if keys is None or values is None else (keys, values)
         for packed, new in zip(self._packed, (key_states, value_states), strict=True):
             codes, scale, _ = code_tensor(new, self.bits, self.granularity, True, "absmax")
             packed.append(codes, scale, self._length)
         self._length += key_states.shape[2]
-        keys, values = self._packed
-        return keys.values(self._length, self._dtype), values.values(self._length, self._dtype)
+        first, second = self._packed
+        return first.values(self._length, self._dtype), second.values(self._length, self._dtype)
 
     def get_seq_length(self) -> int:
         return self._length

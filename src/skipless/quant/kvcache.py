@@ -60,8 +60,7 @@ class PackedTensor:
         batch, heads, length, self.width = codes.shape
         stop = start + length
         packed = _pack_pairs(codes) if self.nibbles else codes.to(self.dtype)
-        per_head = scale.dim() > 0 and scale.numel() > 1 or batch * heads * length == scale.numel()
-        per_head = per_head if self.scales is None else self.scales.dim() == 3
+        per_head = scale.dim() > 0  # not by number: one token of one head has one scale, too
         kept = scale.reshape(batch, heads, length) if per_head else scale.reshape(1).expand(length)
         if self.codes is not None and len(self.codes) != batch:
             raise UserError(
