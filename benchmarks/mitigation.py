@@ -29,8 +29,8 @@ import torch
 from skipless.data import UnreachableError, open_batches
 from skipless.diagnose.methods import compare_methods
 
-ACTIVATIONS = ["rtn", "smooth", "awq", "hadamard", "stream", "outliers:1%", "gptq", "smooth+gptq",
-               "stream+hadamard+gptq"]  # fmt: skip
+ACTIVATIONS = ["rtn", "smooth", "awq", "hadamard", "stream", "rotation:learned", "outliers:1%",
+               "gptq", "smooth+gptq", "stream+hadamard+gptq", "rotation:learned+gptq"]  # fmt: skip
 WEIGHTS = ["rtn", "awq", "gptq", "gptq:order", "codebook"]
 FULL = {
     ("linear", "block"): (["W8A6", "W4A8-w:channel", "W4A4"], ACTIVATIONS),
