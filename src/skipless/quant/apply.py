@@ -26,9 +26,9 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.methods import Method, method_name, needs_data, parse_methods
-from skipless.quant.record import Quantization, check_free, quantization
+from skipless.quant.record import Quantization, check_free, find_untouched, quantization
 from skipless.quant.scheme import Scheme
-from skipless.quant.targets import ActivationTarget, find_targets, find_untouched
+from skipless.quant.targets import ActivationTarget, find_targets
 from skipless.quant.transforms import Session
 from skipless.quant.weights import round_weight
 from skipless.sites import ChoosesImplementation, chooses_implementation

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.heads import find_heads
 from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.changes import Changes, InputChange
+from skipless.quant.convolutions import is_convolution
 from skipless.quant.scheme import Scheme
+from skipless.quant.targets import WeightTarget
 from skipless.quant.weights import QuantizedWeight
 from skipless.sites import ChoosesImplementation
 
@@ -43,7 +46,7 @@ class Quantization:
     eager: list[tuple[ChoosesImplementation, str]] = field(default_factory=list)
     """Attention modules that were switched to eager, and what they were before."""
     untouched: dict[str, list[str]] = field(default_factory=dict)
-    """Modules whose matrices stay in full precision, by what they are (`targets.find_untouched`).
+    """Modules whose matrices stay in full precision, by what they are (`find_untouched`).
     """
     method: str = "rtn"
     changes: Changes = field(default_factory=Changes)
@@ -134,3 +137,31 @@ def check_free(model: nn.Module) -> None:
                 f"{name or 'the model'} is part of a larger model that is quantised; call restore "
                 "on that one first"
             )
+
+
+def find_untouched(
+    model: nn.Module, weights: list[WeightTarget], scheme: Scheme | None = None
+) -> dict[str, list[str]]:
+    """Modules that keep a matrix in full precision, by "embedding", "head", "convolution", "left
+    out" (by an override of `scheme`), "other".
+
+    A matrix is any parameter of two or more dimensions that is not in `weights`. Vectors (biases,
+    gains of norms) are never quantised and not listed.
+    """
+    heads, chosen = find_heads(model), {id(target.parameter) for target in weights}
+    found: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        own = module.named_parameters(recurse=False)
+        if not any(p.ndim > 1 and id(p) not in chosen for _, p in own):
+            continue
+        what = "head" if name in heads else "other"
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            what = "embedding"
+        elif is_convolution(module) and scheme is not None and scheme.at(name) is None:
+            what = "left out"
+        elif isinstance(module, nn.modules.conv._ConvNd):
+            what = "convolution"
+        elif what == "other" and scheme is not None and scheme.at(name) is None:
+            what = "left out"
+        found.setdefault(what, []).append(name or type(module).__name__)
+    return found

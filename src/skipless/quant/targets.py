@@ -144,34 +144,6 @@ def _layer_set(layers: Iterable[int | None]) -> set[int | None]:
     return wanted
 
 
-def find_untouched(
-    model: nn.Module, weights: list[WeightTarget], scheme: Scheme | None = None
-) -> dict[str, list[str]]:
-    """Modules that keep a matrix in full precision, by "embedding", "head", "convolution", "left
-    out" (by an override of `scheme`), "other".
-
-    A matrix is any parameter of two or more dimensions that is not in `weights`. Vectors (biases,
-    gains of norms) are never quantised and not listed.
-    """
-    heads, chosen = find_heads(model), {id(target.parameter) for target in weights}
-    found: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        own = module.named_parameters(recurse=False)
-        if not any(p.ndim > 1 and id(p) not in chosen for _, p in own):
-            continue
-        what = "head" if name in heads else "other"
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            what = "embedding"
-        elif is_convolution(module) and scheme is not None and scheme.at(name) is None:
-            what = "left out"
-        elif isinstance(module, nn.modules.conv._ConvNd):
-            what = "convolution"
-        elif what == "other" and scheme is not None and scheme.at(name) is None:
-            what = "left out"
-        found.setdefault(what, []).append(name or type(module).__name__)
-    return found
-
-
 def _check_overrides(
     model: nn.Module,
     scheme: Scheme,
