@@ -30,6 +30,7 @@ def test_options_name_formats_that_exist():
         (["--format", "gguf", "--text", "x"], "--text is not for --format gguf"),
         (["--format", "gguf", "--out", "a.bin"], "does not end in .gguf"),
         (["--format", "onnx"], "--out is missing"),
+        (["--format", "onnx", "--scope", "block", "--out", "a.onnx"], "--scope rounds nothing"),
         (["--num-tokens", "0", "--out", "a"], "--num-tokens is '0'"),
     ],
 )

@@ -172,6 +172,24 @@ def test_a_wrong_or_interrupted_file_never_gets_its_name(out, tmp_path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+def test_noise_is_compared_on_more_texts_where_few_do_not_agree(tmp_path, monkeypatch):
+    model = build()
+    quantize(model, "W8A8-static", calibration=IDS)
+    monkeypatch.setattr(checking, "sample_size", lambda _: (1, 24))
+    parts = []
+    add = checking._Sums.add
+    monkeypatch.setattr(checking._Sums, "add", lambda *args: parts.append(add(*args)))
+    for limit, used in ((100, 1), (-1, 16)):
+        monkeypatch.setattr(checking, "_agree", lambda found, limit=limit: limit > 0)
+        parts.clear()
+        if limit > 0:
+            export_onnx(model, tmp_path / "a.onnx", ids=IDS.repeat(3, 1))
+        else:
+            with pytest.raises(UserError, match="where the simulation has"):
+                export_onnx(model, tmp_path / "b.onnx", ids=IDS.repeat(3, 1))
+        assert len(parts) == used
+
+
 def test_a_missing_package_is_told_in_one_line(tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -20,6 +20,8 @@ OPTIONS = {
     "remote_code": ("hf",),
 }  # fmt: skip
 """Formats that read an option; any other refuses it."""
+ROUNDING = ("scope", "method", "override", "include_head", "text")
+"""Options that say more of a scheme."""
 
 
 def export(
@@ -113,8 +115,12 @@ def export(
 
 def _check_options(format: str, given: set[str]) -> None:
     for name in sorted(given):
+        flag = "--" + name.replace("_", "-")
+        if format == "onnx" and name in ROUNDING and "scheme" not in given:
+            raise UserError(
+                f"{flag} rounds nothing in full precision; name a --scheme, such as W8A8-static"
+            )
         if format not in OPTIONS[name]:
-            flag = "--" + name.replace("_", "-")
             raise UserError(
                 f"{flag} is not for --format {format}, but for {', '.join(OPTIONS[name])}; leave "
                 "it out"
