@@ -12,6 +12,8 @@ Legend: B batch, T new tokens, S past plus new tokens, D width, G key/value head
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ def build_graph(model: Transformer, *, cached: bool) -> Graph:
         stream = graph.node("Add", stream, places)
     shared = _shared(graph, model, stream, mask, positions, num_past)
     for index, block in enumerate(model.blocks):
-        stream = _block(graph, rounding, block, f"layers.{index}", stream, shared, cached, config)
+        stream = _block(graph, rounding, block, f"layers.{index}", stream, shared, cached)
     graph.place = "norm"
     stream = _norm(graph, model.norm, stream, "norm")
     if config.num_labels is not None:
@@ -145,8 +147,9 @@ def _shared(
 
 def _block(
     graph: Graph, rounding: Rounding, block: Block, name: str, stream: str, shared: Shared,
-    cached: bool, config,
+    cached: bool,
 ) -> str:  # fmt: skip
+    """The stream after both sublayers."""
     pre, post = block.placement == "pre", block.placement == "post"
 
     def sublayer(what: str, stream: str) -> str:
@@ -219,7 +222,8 @@ def _norm(graph: Graph, module: nn.Module, x: str, name: str) -> str:
         return graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=module.eps)
     square = graph.node("Pow", x, graph.constant(2.0))
     mean = graph.node("ReduceMean", square, graph.constant([-1]))
-    root = graph.node("Sqrt", graph.node("Add", mean, graph.constant(float(module.eps))))
+    eps: Any = module.eps
+    root = graph.node("Sqrt", graph.node("Add", mean, graph.constant(float(eps))))
     return graph.node("Mul", graph.node("Div", x, root), weight)
 
 

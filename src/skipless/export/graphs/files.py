@@ -51,8 +51,8 @@ def save_graph(graph: Graph, path: Path, metadata: dict[str, str], beside: Besid
 
     Raises UserError for weights beyond what one file holds.
     """
-    import onnx
-    from onnx import helper
+    import onnx  # pyright: ignore[reportMissingImports]
+    from onnx import helper  # pyright: ignore[reportMissingImports]
 
     size = sum(array.nbytes for array in graph.constants.values())
     if beside is None and size > LARGEST:
@@ -72,7 +72,7 @@ def save_graph(graph: Graph, path: Path, metadata: dict[str, str], beside: Besid
 
 
 def _tensor(name: str, array: Any, beside: Beside | None) -> Any:
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper  # pyright: ignore[reportMissingImports]
 
     if beside is None or array.nbytes <= _INSIDE:
         return numpy_helper.from_array(array, name)
@@ -90,8 +90,8 @@ def session_options(path: str | Path, threads: int | None = None) -> Any:
     Raises UserError where a package is missing, and for no ONNX file.
     """
     need("onnx", "onnxruntime", extra="onnx")
-    import onnx
-    import onnxruntime
+    import onnx  # pyright: ignore[reportMissingImports]
+    import onnxruntime  # pyright: ignore[reportMissingImports]
 
     try:
         model = onnx.load(str(path), load_external_data=False)
@@ -111,6 +111,6 @@ def session_options(path: str | Path, threads: int | None = None) -> Any:
 def open_session(path: str | Path, threads: int | None = None) -> Any:
     """An onnxruntime.InferenceSession on the CPU, with the settings that the file asks for."""
     options = session_options(path, threads)
-    import onnxruntime
+    import onnxruntime  # pyright: ignore[reportMissingImports]
 
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

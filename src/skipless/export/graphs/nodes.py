@@ -33,7 +33,7 @@ class Graph:
 
     def node_many(self, op: str, count: int, *inputs: str, **attributes: Any) -> list[str]:
         """Append a node with several outputs; returns their names."""
-        from onnx import helper
+        from onnx import helper  # pyright: ignore[reportMissingImports]
 
         outputs = [self._fresh(op) for _ in range(count)]
         name = outputs[0]
@@ -42,7 +42,7 @@ class Graph:
 
     def rename(self, value: str, name: str) -> str:
         """Give a value the name that an output of the graph has."""
-        from onnx import helper
+        from onnx import helper  # pyright: ignore[reportMissingImports]
 
         self.nodes.append(helper.make_node("Identity", [value], [name], name=name))
         return name
@@ -75,7 +75,7 @@ class Graph:
 
     def cast(self, value: str, kind: str) -> str:
         """`value` in another type, a name of TensorProto's."""
-        from onnx import TensorProto
+        from onnx import TensorProto  # pyright: ignore[reportMissingImports]
 
         return self.node("Cast", value, to=getattr(TensorProto, kind))
 
@@ -85,6 +85,6 @@ class Graph:
 
 
 def _info(name: str, kind: str, shape: list[int | str]) -> Any:
-    from onnx import TensorProto, helper
+    from onnx import TensorProto, helper  # pyright: ignore[reportMissingImports]
 
     return helper.make_tensor_value_info(name, getattr(TensorProto, kind), shape)

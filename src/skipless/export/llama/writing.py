@@ -152,7 +152,7 @@ def _write(
     tensors: dict[str, Stored],
     dtype: str,
 ) -> None:
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     config = model.config
     writer = gguf.GGUFWriter(path, architecture)
@@ -191,7 +191,7 @@ def _read_back(
     path: Path, model: Any, architecture: str, tensors: dict[str, Stored]
 ) -> tuple[Any, str]:
     """The model of the file, after comparing it with what was to be written."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     ours, theirs = read_gguf(path.read_bytes()), gguf.GGUFReader(path)
     for tensor in theirs.tensors:
