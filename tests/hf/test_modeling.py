@@ -20,6 +20,8 @@ from skipless.hf import (
     SkiplessModel,
 )
 from skipless.model import Transformer
+from skipless.probes import Probe
+from skipless.quant import quantize
 
 from .hf_models import KINDS, build, ids, own, settings
 
@@ -201,6 +203,27 @@ def test_the_vocabulary_can_grow():
     assert 0.01 < new.std() < 0.04
     with torch.no_grad():
         model(torch.full((1, 3), 59))
+
+
+@pytest.mark.parametrize("scheme", ["W4A4", "W8A8-KV4"])
+def test_quantisation_and_probes_find_the_sites_of_the_own_model(scheme):
+    model, x = build(), ids()
+    expected = own(model)
+    with torch.no_grad(), Probe(model, stats=["moments", "attention"]) as probe:
+        model(x, use_cache=False)  # as the other: keys in a cache lie otherwise, and round so
+    with torch.no_grad(), Probe(expected, stats=["moments", "attention"]) as other:
+        expected(x)
+    assert probe.table()[0]["site"] == "model.embed_tokens:output"
+    for row, same in zip(probe.table(), other.table(), strict=True):
+        assert row["site"].removeprefix("model.") == same["site"]
+        assert row["kurtosis"] == same["kurtosis"]
+    assert len(probe.attention()) == len(other.attention()) == 2
+    quantize(model, scheme, "all")
+    quantize(expected, scheme, "all")
+    found = model.generate(x, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, expected.generate(x, 8))
+    body = model.model.sites()
+    assert body[0].name == "embed_tokens:output" and body[-1].module == "norm"
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -152,6 +152,7 @@ class SkiplessModel(SkiplessPreTrainedModel, Stack):
         if device.type != "meta":
             self.to_empty(device=device)
         self.tie_gains()
+        self._tell_attention()
         names = {id(module): name for name, module in self.named_modules()}
         self._tied_weights_keys = {
             f"{names[id(second)]}.alpha": f"{names[id(first)]}.alpha"
@@ -269,17 +270,23 @@ class SkiplessModel(SkiplessPreTrainedModel, Stack):
     def _outside(
         self, mask: Tensor | None, given: Tensor, past: int
     ) -> Callable[..., Tensor] | None:
-        """Tell the layers the implementation; what computes it where that is none of ours."""
+        """What computes attention where that is none of ours."""
+        name = self._tell_attention()
+        if name in OWN:
+            return None
+        like = self.embed_tokens.weight.new_empty((), dtype=self._compute_dtype())
+        return outside(self.config, mask, (given.shape[0], given.shape[1]), past, like)
+
+    def _tell_attention(self) -> str:
+        """The implementation, told to the layers where the config names a new one: a probe may have
+        made them eager meanwhile."""
         name = self.config._attn_implementation or OWN[0]
         if name != self._attention:
             self._attention = name
             for module in self.modules():
                 if isinstance(module, Attention):
                     module.implementation = name
-        if name in OWN:
-            return None
-        like = self.embed_tokens.weight.new_empty((), dtype=self._compute_dtype())
-        return outside(self.config, mask, (given.shape[0], given.shape[1]), past, like)
+        return name
 
     def _wants(self, asked: bool | None, what: str) -> bool:
         return bool(getattr(self.config, f"output_{what}", False) if asked is None else asked)
