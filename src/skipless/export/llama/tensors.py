@@ -3,8 +3,8 @@
 llama.cpp turns neighbouring pairs of a head's channels where transformers turns its two halves, so
 that the rows of q and k change places. Kinds:
 
-    F32    as it is
-    F16    matrices; vectors stay F32, as llama.cpp wants them
+    f32    as it is
+    f16    matrices; vectors stay f32, as llama.cpp wants them
     Q8_0   32 neighbours share a half float d, value = d q, q in int8: the codes of W8Afp-w:g32,
            its scales rounded to half floats: by at most 2^-11 of their size, more below 6e-5, and
            never so far that a value moves by half a step
