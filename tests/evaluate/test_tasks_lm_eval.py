@@ -100,3 +100,15 @@ def test_names_that_lm_eval_does_not_know(tmp_path):
     own = own_tokenizer(tmp_path)
     with pytest.raises(UserError, match="rolling"):
         wrap(model, own).loglikelihood_rolling([])
+
+
+def test_tokenizers_that_do_not_fit(folder, tmp_path):
+    """Of another model, and one without a token for the ends of texts."""
+    tokenizer = hf_tokenizer(tmp_path)
+    model = llama()
+    model.resize_token_embeddings(40)
+    with pytest.raises(UserError, match="beyond the model's vocabulary of 40"):
+        run_lm_eval(model, tokenizer, ["piqa"], source=str(folder), limit=1)
+    tokenizer.eos_token = tokenizer.bos_token = None
+    with pytest.raises(UserError, match="names no token that begins or ends a text"):
+        wrap(model, tokenizer)

@@ -97,6 +97,19 @@ def test_the_papers_averages_beside_all_eight(two):
     assert "The paper's averages over these tasks" in text and "0.449" in text
 
 
+def test_results_of_lm_eval(two):
+    """Which names no average, no chance and no number of questions."""
+    found = results()
+    del found["tasks"]
+    for row in found["rows"]:
+        row.pop("average")
+    (two[0] / "tasks.json").write_text(json.dumps(found))
+    row = compare(load_runs(two)).rows[0]
+    average = task_numbers(row)["full precision"]["average"]
+    assert average["value"] == pytest.approx((0.5 + 0.531) / 2) and average["chance"] is None
+    assert "Zero-shot tasks" in quick_page(two)
+
+
 def test_seeds_are_averaged(make, tmp_path):
     runs = [make(tmp_path / f"s{seed}", label="one", seed=seed) for seed in (0, 1)]
     for seed, run in enumerate(runs):

@@ -140,12 +140,14 @@ def _tasks(
     if backend == "lm-eval":
         from skipless.evaluate.tasks.harness import run_lm_eval
 
-        return run_lm_eval(subject.model, tokenizer, tasks, **options), [], folder
-    options["num_fewshot"] = num_fewshot or 0
-    found = score_tasks(subject.model, tokenizer, tasks, **options)
+        summary, documents = run_lm_eval(subject.model, tokenizer, tasks, **options), []
+    else:
+        options["num_fewshot"] = num_fewshot or 0
+        found = score_tasks(subject.model, tokenizer, tasks, **options)
+        summary, documents = found.summary, found.documents
     if run is not None:
-        found.summary["measured"] = {"step": run.step}  # a report leaves out other weights'
-    return found.summary, found.documents, folder
+        summary["measured"] = {"step": run.step}  # a report leaves out those of other weights
+    return summary, documents, folder
 
 
 def _say(json: bool, say: Callable[[str], None]) -> Callable[[str], None]:

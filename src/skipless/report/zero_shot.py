@@ -67,8 +67,11 @@ def _of_run(run: RunData) -> Numbers:
                 "chance": number(about.get(name), "chance"),
             }  # fmt: skip
         if len(of_task) > 1:
+            average = number(row, "average")  # which lm-eval does not give
+            if average is None:
+                average = mean(one["value"] for one in of_task.values())
             of_task[AVERAGE] = {
-                "value": number(row, "average"), "error": None,
+                "value": average, "error": None,
                 **_difference(row, "average_difference", "average_interval"),
                 "chance": mean(one["chance"] for one in of_task.values()),
             }  # fmt: skip

@@ -172,6 +172,14 @@ def _evaluate(
             subject, tasks=names, task_manager=manager, limit=limit, num_fewshot=num_fewshot,
             bootstrap_iters=0, log_samples=True,
         )  # fmt: skip
+    except IndexError as error:
+        if "index out of range in self" not in str(error):  # torch's word for a missing embedding
+            raise
+        size = model.get_input_embeddings().num_embeddings  # pyright: ignore
+        raise UserError(
+            f"the questions have tokens beyond the model's vocabulary of {size}; is it this "
+            "model's tokenizer?"
+        ) from None
     except (OSError, ConnectionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UserError(
@@ -191,6 +199,11 @@ def wrap(model: Any, tokenizer: Any, max_length: int | None = None) -> Any:
             HFLM,
         )
 
+        if tokenizer.eos_token_id is None and getattr(tokenizer, "bos_token_id", None) is None:
+            raise UserError(
+                "the tokenizer names no token that begins or ends a text, which lm-eval asks for; "
+                "set eos_token in its tokenizer_config.json, or leave out --backend lm-eval"
+            )
         size = 1 if depends_on_batch(model) else BATCH_SIZE
         return HFLM(
             pretrained=model.eval(), tokenizer=tokenizer, batch_size=size, max_length=max_length
