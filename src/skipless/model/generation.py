@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,10 +68,10 @@ def _check_finite(largest: Tensor) -> None:
 
 
 def check_sampling(
-    max_new_tokens: object, temperature: object, top_k: object, top_p: object, seed: object
+    max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any
 ) -> None:
     """Raise UserError for settings out of range."""
-    if not _is_whole(seed, 0) or seed >= 2**64:  # pyright: ignore[reportOperatorIssue]
+    if not _is_whole(seed, 0) or seed >= 2**64:
         raise UserError(f"seed is {seed!r}; a whole number from 0 to 2^64 - 1 was expected")
     fits = _is_whole(max_new_tokens, 0) and (top_k is None or _is_whole(top_k, 1))
     if not fits or not (isinstance(temperature, Real) and 0 <= temperature < math.inf):

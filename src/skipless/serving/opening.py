@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +83,11 @@ class Writer:
         bits, granularity = self.kv_bits, self.kv_granularity
         if isinstance(self.model, Transformer):
             return OwnSteps(self.model, bits, granularity)
-        new_cache: Callable[[], Any] | None = None
-        if bits is not None:
-            from skipless.hf import QuantizedCache
+        if bits is None:
+            return ForeignSteps(self.model, self.limit)
+        from skipless.hf import QuantizedCache
 
-            config = self.model.config
-
-            def new_cache() -> Any:
-                return QuantizedCache(config, bits=bits, granularity=granularity)
-
+        new_cache = partial(QuantizedCache, self.model.config, bits=bits, granularity=granularity)
         return ForeignSteps(self.model, self.limit, new_cache)
 
 
@@ -157,19 +154,16 @@ def _open_plain(name: str, scheme: Scheme | None) -> tuple[Writer, Callable[[], 
     """The model, and text for static ranges where some is wanted."""
     subject = load_subject(name)
     run = subject.run
-    batches = None
+    batches: Callable[[], list[Any]] | None = None
     if scheme is not None and scheme.needs_calibration:
         if run is None:
             raise UserError(
                 f"{scheme} fixes activation ranges beforehand, on text; `skipless export {name} "
                 f"--scheme {scheme} --text FILE --out FOLDER` does, then generate from FOLDER"
             )
+        from skipless.measure import calibration_batches
 
-        def batches() -> list[Any]:
-            from skipless.measure import calibration_batches
-
-            return calibration_batches(run)
-
+        batches = partial(calibration_batches, run)
     tokenizer = subject.tokenizer if run is None else run.tokenizer
     writer = _writer(name, subject.model, tokenizer, subject.limit)
     return writer, batches
