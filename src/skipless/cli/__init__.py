@@ -18,6 +18,7 @@ has its name in GROUPS:
     surgery.py    what changes models that others trained: patch
     convert.py    convert, which has many arguments
     slimming.py   what makes trained models smaller: prune, fold
+    exporting.py  what writes models for other programs: export
 
 arguments.py turns words into settings, terminal.py turns results into lines.
 """
