@@ -99,10 +99,10 @@ def _replaying(model: nn.Module, before: dict[str, list[Any]]) -> Iterator[None]
         each = iter(outputs)
         return lambda *args, **kwargs: next(each)
 
-    record = quantization(model)
-    for site in record.activations if record is not None else ():
-        if any(site.site.module.startswith(f"{name}.") for name in before):
-            record.state.unseen.discard(site.site.name)
+    if (record := quantization(model)) is not None:
+        for site in record.activations:
+            if any(site.site.module.startswith(f"{name}.") for name in before):
+                record.state.unseen.discard(site.site.name)
     with _forwards(model, {name: replay(outputs) for name, outputs in before.items()}):
         yield
 
