@@ -1,5 +1,9 @@
 """Real models, a text and a spoken sentence, shared by the tests that need a registry once."""
 
+import io
+import re
+import wave
+
 import numpy as np
 import pytest
 
@@ -43,3 +47,25 @@ def speech():
     """float32 samples at 16 kHz of someone saying SPOKEN."""
     ((_, content),) = members(speech_archive(), r".*/data/goforward\.raw")
     return np.frombuffer(content, "<i2").astype(np.float32) / 32768
+
+
+def word_errors(found, spoken):
+    """Substitutions, insertions and deletions that turn one list of words into the other."""
+    row = list(range(len(found) + 1))
+    for place, word in enumerate(spoken, 1):
+        before, row[0] = row[0], place
+        for at, other in enumerate(found, 1):
+            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
+    return row[-1]
+
+
+def utterances(archive, name):
+    """(samples at 16 kHz, words) of the package's folder `name`, in order."""
+    ((_, text),) = members(archive, rf".*/{name}/(cards\.)?transcription")
+    found = re.findall(r"<s> (.*?) *</s> \((.*)\)", text.decode())
+    spoken = {name: words for words, name in found}
+    for path, content in members(archive, rf".*/{name}/.*\.wav"):
+        with wave.open(io.BytesIO(content)) as file:
+            assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16000, 1, 2)
+            sound = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+        yield sound.astype(np.float32) / 32768, spoken[path.rpartition("/")[2][:-4]]

@@ -4,16 +4,10 @@ Gains alone are trained, so that the weights of the shared models stay what they
 must give the original bit for bit. Needs a registry once; afterwards the cache is enough.
 """
 
-import io
-import re
-import wave
-
-import numpy as np
 import pytest
 import torch
-from real_material import SPOKEN, TEXT, folder, speech, speech_archive
+from real_material import SPOKEN, TEXT, folder, speech, speech_archive, utterances, word_errors
 
-from skipless.data.archives import members
 from skipless.surgery import connections, gains, load, patch, unpatch
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
@@ -262,28 +256,6 @@ def test_smollm2_decodes_the_same_in_every_way():
         expected = run(inputs.input_ids, **padded)[mask == 1]
         filled = torch.where(mask == 0, 1000, inputs.input_ids)
         assert torch.equal(run(filled, **padded)[mask == 1], expected)
-
-
-def word_errors(found, spoken):
-    """Substitutions, insertions and deletions that turn one list of words into the other."""
-    row = list(range(len(found) + 1))
-    for place, word in enumerate(spoken, 1):
-        before, row[0] = row[0], place
-        for at, other in enumerate(found, 1):
-            before, row[at] = row[at], min(row[at] + 1, row[at - 1] + 1, before + (word != other))
-    return row[-1]
-
-
-def utterances(archive, name):
-    """(samples at 16 kHz, words) of the package's folder `name`, in order."""
-    ((_, text),) = members(archive, rf".*/{name}/(cards\.)?transcription")
-    found = re.findall(r"<s> (.*?) *</s> \((.*)\)", text.decode())
-    spoken = {name: words for words, name in found}
-    for path, content in members(archive, rf".*/{name}/.*\.wav"):
-        with wave.open(io.BytesIO(content)) as file:
-            assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16000, 1, 2)
-            sound = np.frombuffer(file.readframes(file.getnframes()), "<i2")
-        yield sound.astype(np.float32) / 32768, spoken[path.rpartition("/")[2][:-4]]
 
 
 def test_whispers_word_error_rate():
