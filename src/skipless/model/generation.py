@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ def _check_finite(largest: Tensor) -> None:
 
 
 def check_sampling(
-    max_new_tokens: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
 ) -> None:
     """Raise UserError for settings out of range."""
     if not _is_whole(seed, 0) or seed >= 2**64:
