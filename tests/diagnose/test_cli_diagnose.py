@@ -211,3 +211,12 @@ def test_a_long_reason_ends_at_a_sentence():
     assert shortened(f"{first}. {'word ' * 60}") == first
     cut = shortened("word " * 60)
     assert cut.endswith("word ...") and len(cut) <= 244
+
+
+def test_a_missing_text_is_told_before_the_model_is_loaded(saved, tmp_path, capsys, monkeypatch):
+    from skipless.diagnose import loading
+
+    monkeypatch.setattr(loading, "load_subject", None)
+    for name in (str(saved / "model"), "minilm-l6"):
+        assert main(["diagnose", name, "--out", str(tmp_path / "out")]) == 2
+        assert f"there is no text to run {name} on" in capsys.readouterr().err

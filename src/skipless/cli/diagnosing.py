@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from skipless.cli.arguments import AsJson, Positional, Switch, option, whole_number
+from skipless.cli.measuring_models import is_plain_model
 from skipless.cli.terminal import print_json
 
 Subject = Annotated[
@@ -146,6 +147,11 @@ def diagnose(
             "--against"
         )
     _check_media(images, audio, data, length)
+    if not (text or data or images or audio) and is_plain_model(model):  # before it is loaded
+        raise UserError(
+            f"there is no text to run {model} on; give --text FILE, or --data NAME (`skipless data "
+            "list` shows names), or --images or --audio to a model of those"
+        )
     subject = load_subject(model, layer_by_layer=layer_by_layer)
     if images or audio:
         from skipless.diagnose.media import read_audio, read_images

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
-from skipless.cli.measuring_models import Material, material_of_suggestion, quantize_model
+from skipless.cli.measuring_models import (
+    Material,
+    is_plain_model,
+    is_run,
+    material_of_suggestion,
+    quantize_model,
+)
 from skipless.cli.terminal import (
     method_lines,
     print_json,
@@ -16,8 +22,6 @@ from skipless.cli.terminal import (
     suggestion_lines,
 )
 from skipless.errors import UserError
-from skipless.jsonable import parse_json, read_text
-from skipless.rundir import CONFIG
 from skipless.scheme import Scheme
 
 OWN = "the run's own setting"
@@ -183,21 +187,8 @@ def _suggest(
 
 
 def _is_model(name: str, material: Material) -> bool:
-    """Whether `name` is meant as a model of others: text for it was named, a folder of theirs lies
-    there, or it is a name of the catalog."""
-    from skipless.pretrained.catalog import MODELS
-
-    if _is_run(name):
-        return False
-    return material.is_named or (Path(name) / CONFIG).exists() or name in MODELS.names()
-
-
-def _is_run(name: str) -> bool:
-    """Whether the folder's config.json is a run's; Hugging Face calls its own the same."""
-    try:
-        return "train" in parse_json(read_text(Path(name) / CONFIG), where=name)
-    except UserError:
-        return False
+    """Whether `name` is meant as a model of others: text for it was named, or it is no run's."""
+    return not is_run(name) and (material.is_named or is_plain_model(name))
 
 
 def report(

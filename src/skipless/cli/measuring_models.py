@@ -7,7 +7,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skipless.errors import UserError
+from skipless.jsonable import parse_json, read_text
+from skipless.rundir import CONFIG
 from skipless.scheme import Scheme
+
+
+def is_run(name: str) -> bool:
+    """Whether the folder's config.json is a run's; Hugging Face calls its own the same."""
+    try:
+        return "train" in parse_json(read_text(Path(name) / CONFIG), where=name)
+    except UserError:
+        return False
+
+
+def is_plain_model(name: str) -> bool:
+    """Whether a folder of a model lies there that is no run, or it is a name of the catalog."""
+    from skipless.pretrained.catalog import MODELS
+
+    return ((Path(name) / CONFIG).exists() and not is_run(name)) or name in MODELS.names()
 
 
 class Material(NamedTuple):

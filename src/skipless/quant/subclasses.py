@@ -36,5 +36,5 @@ def named(cls: type) -> type:
 
 
 def _empty(mixin: type, plain: type) -> nn.Module:
-    cls = combined(mixin, plain)
+    cls: Any = combined(mixin, plain)
     return cls.__new__(cls)
