@@ -2,6 +2,7 @@
 
     config.json        the RunConfig, first thing written
     environment.json   versions, CPU, threads
+    tokenizer.json     that of its text, so that a run can be moved
     metrics.jsonl      a line a step; held-out losses on lines of their own
     probes.jsonl       measurements inside the model during training
     checkpoint/        to resume from
@@ -42,10 +43,12 @@ from skipless.locking import try_lock
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 WEIGHTS, CHECKPOINTS, LOCK = "model.safetensors", "checkpoint", ".lock"
+TOKENIZER = "tokenizer.json"
 OWN_FILES = (
-    CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, "data.json", "metrics.jsonl", "probes.jsonl",
-    "diagnosis.json", "probe.json", "train.json", "eval.json", "quant.json", "samples.json",
-    "prune.json", "tensorboard", "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl",
+    CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, TOKENIZER, "data.json", "metrics.jsonl",
+    "probes.jsonl", "diagnosis.json", "probe.json", "train.json", "eval.json", "quant.json",
+    "samples.json", "prune.json", "tensorboard", "tasks.json", "tasks.md", "tasks.png",
+    "tasks-documents.jsonl",
 )  # fmt: skip
 """Everything that training and measuring write into a run directory, temporaries apart."""
 

@@ -164,6 +164,22 @@ def test_load_run_gives_the_trained_model(tiny, data, tmp_path):
     assert [s["kurtosis"] for s in row["sites"]] == [s["kurtosis"] for s in last["sites"]]
 
 
+def test_a_run_that_is_moved_without_its_text_keeps_its_tokenizer(tiny, data, tmp_path):
+    train(tiny, tmp_path / "run", data=data)
+    note = json.loads((tmp_path / "run" / "data.json").read_text())
+    (tmp_path / "run" / "data.json").write_text(json.dumps({**note, "directory": "/gone"}))
+    run = load_run(tmp_path / "run")
+    assert run.tokenizer_path == tmp_path / "run" / "tokenizer.json"
+    assert run.tokenizer.decode(run.tokenizer.encode("the king said")) == "the king said"
+    run.tokenizer_path.write_text("{}")
+    with pytest.raises(UserError, match="not the tokenizer that the run was trained with"):
+        _ = load_run(tmp_path / "run").tokenizer
+    run.tokenizer_path.unlink()  # an older run: its text is asked, and here that is gone
+    note["directory"] = str(data.directory)
+    (tmp_path / "run" / "data.json").write_text(json.dumps(note))
+    assert load_run(tmp_path / "run").tokenizer_path == data.tokenizer_path
+
+
 def test_load_run_needs_weights(tiny, tmp_path):
     RunDir.create(tmp_path / "run", tiny)
     with pytest.raises(UserError, match="no weights yet"):

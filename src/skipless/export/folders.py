@@ -68,7 +68,7 @@ class Opened:
     def beside(self, target: Path) -> None:
         """Copy the tokenizer and what else belongs there to the folder `target`."""
         if self.run is not None:
-            shutil.copy(self.run.data.tokenizer_path, target / "tokenizer.json")
+            shutil.copy(self.run.tokenizer_path, target / "tokenizer.json")
         else:
             copy_tokenizer(self.folder, target)
 

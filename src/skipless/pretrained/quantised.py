@@ -1,7 +1,8 @@
 """Folders of quantised weights, of `skipless export` or others, refused where plain ones are read.
 
 Their weights are codes of another shape, so that opening them as a plain model ends in a message
-about shapes, or about a package that is not installed. Without torch. Read by `skipless.surgery` and `skipless.diagnose`.
+about shapes, or about a package that is not installed. Without torch. Read by `skipless.surgery`
+and `skipless.diagnose`.
 """
 
 from __future__ import annotations

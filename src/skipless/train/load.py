@@ -1,8 +1,8 @@
 """A run directory as a model: `load_run(path)`.
 
 A finished run is read from model.safetensors, an unfinished one from its newest usable checkpoint.
-Tokeniser and data are opened when asked for, so a run copied to another machine still loads. Read
-by evaluation, quantisation and export commands.
+Tokeniser and data are opened when asked for, so a run copied to another machine still loads; the
+tokeniser lies in the run. Read by evaluation, quantisation and export commands.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from torch import nn
 
 from skipless.config import RunConfig
 from skipless.data import PreparedData, load_tokenizer, prepare
+from skipless.data.tokenizer import tokenizer_hash
 from skipless.errors import UserError
-from skipless.files import atomic_path
+from skipless.files import atomic_path, write_atomic
 from skipless.log import say
 from skipless.model import Transformer
-from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir, continue_command
+from skipless.rundir import CHECKPOINTS, TOKENIZER, WEIGHTS, RunDir, continue_command
 from skipless.train import checkpoint
 from skipless.train.distributed import World, whole
 from skipless.train.result import check_weights, read_result
@@ -49,9 +50,25 @@ class LoadedRun:
         return open_text(RunDir(self.path), self.config)
 
     @cached_property
+    def tokenizer_path(self) -> Path:
+        """The run's own copy of its tokenizer.json; of a run without one, that of its text.
+
+        Raises UserError for a copy that is another tokenizer.
+        """
+        own, noted = self.path / TOKENIZER, _note(RunDir(self.path)).get("sha256", {})
+        if not own.is_file():
+            return self.data.tokenizer_path
+        if noted.get("tokenizer") not in (None, tokenizer_hash(own)):
+            raise UserError(
+                f"{own} is not the tokenizer that the run was trained with; delete it to take that "
+                "of its text again"
+            )
+        return own
+
+    @cached_property
     def tokenizer(self) -> Any:
         """`encode(text) -> list[int]`, `decode(ids) -> str`."""
-        return load_tokenizer(self.data.tokenizer_path)
+        return load_tokenizer(self.tokenizer_path)
 
 
 def load_run(path: str | Path, *, device: str | torch.device = "cpu") -> LoadedRun:
@@ -151,7 +168,9 @@ def check_text(run: RunDir, data: PreparedData) -> None:
 
 
 def note_text(run: RunDir, data: PreparedData) -> None:
-    """Write data.json: where the text is, what it is, and how far token frequencies alone get."""
+    """Write data.json (where the text is, what it is, how far token frequencies alone get), and
+    the tokenizer beside it, so that a run that is moved can still read and write text."""
+    write_atomic(run / TOKENIZER, data.tokenizer_path.read_bytes())
     note = {"directory": str(data.directory), "sha256": _hashes(data)}
     run.write_json(DATA, {**note, "unigram_loss": unigram_loss(data)})
 

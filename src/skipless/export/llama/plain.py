@@ -49,7 +49,7 @@ def open_plain(model: str, *, norm_gains: bool = False) -> Plain:
             raise UserError(f"{folder} is not finished; continue it with `skipless train {folder}`")
         with _quiet(), alternative(folder):
             folded = fold_to_stock(run.model, norm_gains=norm_gains)
-        return Plain(model=folded.model, tokenizer=run.data.tokenizer_path, folded=folded)
+        return Plain(model=folded.model, tokenizer=run.tokenizer_path, folded=folded)
     file = folder / "tokenizer.json"
     tokenizer = file if file.is_file() else None
     if model_type(folder) != MODEL_TYPE:

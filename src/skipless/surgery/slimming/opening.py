@@ -66,7 +66,7 @@ class Source:
             return
         from transformers import PreTrainedTokenizerFast
 
-        file = str(self.run.data.tokenizer_path)
+        file = str(self.run.tokenizer_path)
         PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(target)
 
 
@@ -117,7 +117,7 @@ def open_run(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
         raise UserError("a classifier is measured on the texts that it was trained on; leave --text"
                         " out")  # fmt: skip
     if text:
-        data = prepare_text(run.data.tokenizer_path, text, config.model.vocab_size)
+        data = prepare_text(run.tokenizer_path, text, config.model.vocab_size)
     chosen, held_out = (
         open_batches(config, data, split, BATCH_SIZE, num_tokens) for split in ("train", "held_out")
     )
