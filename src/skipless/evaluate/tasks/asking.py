@@ -29,6 +29,8 @@ class Questions:
     numbers: list[int]
     """Their places in the source."""
     encoded: list[list[Encoded]]
+    before: list[str]
+    """The solved examples in front of each."""
     split: str
     where: str
     num_fewshot: int
@@ -50,7 +52,7 @@ def ask(
     found = read_rows(task, source)
     everything = read_items(task, found, None if num_fewshot else limit)
     examples = _examples(task, source) if num_fewshot else None
-    asked = Questions(task=task, items=[], numbers=[], encoded=[], split=found.split,
+    asked = Questions(task=task, items=[], numbers=[], encoded=[], before=[], split=found.split,
                       where=found.where, num_fewshot=num_fewshot)  # fmt: skip
     for number, item in enumerate(everything[:limit]):
         pool = examples or [other for i, other in enumerate(everything) if i != number]
@@ -62,6 +64,7 @@ def ask(
             continue
         asked.items.append(item)
         asked.numbers.append(number)
+        asked.before.append(before)
         asked.encoded.append([request for request in requests if request is not None])
     if not asked.items:
         raise UserError(
