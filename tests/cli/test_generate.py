@@ -98,6 +98,8 @@ def start(run_dir, *words):
         [sys.executable, "-m", "skipless", "generate", str(run_dir), "--prompt", "the king",
          "--ignore-end", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+        # a suite that runs in a shell's background ignores it, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 

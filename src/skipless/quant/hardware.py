@@ -67,7 +67,7 @@ def probe(device: str = "cpu", *, fresh: bool = False) -> list[EngineReport]:
                 "no C++ compiler found, so integer layers run without the fast kernel; install "
                 "one, or set CXX"
             )
-        elif kind == "cpu" and not any(report.usable for report in kernels):
+        elif kind == "cpu" and kernels and not any(report.usable for report in kernels):
             # The last is `plain`, which lacks nothing but what keeps all of them from running.
             tell_once(f"integer layers run without the fast kernel: {kernels[-1].detail}")
     return list(_probed[kind])
