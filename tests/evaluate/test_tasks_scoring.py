@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import time
 
 import pytest
 import torch
@@ -166,7 +167,21 @@ def test_tokens_beyond_the_vocabulary_and_nan(model):
         score_requests(model, QUESTIONS, mode="plain")
 
 
-@given(st.lists(st.integers(1, 60), max_size=7), st.integers(20, 120))
+def test_thousands_of_equal_questions_are_planned_at_once():
+    start = time.perf_counter()
+    batches = pieces([3] * 20_000, 10**9)
+    assert [len(batch) for batch in batches] == [20_000]
+    assert len(pieces([3] * 20_000, 1)) == 20_000
+    alike = [[request([1] * 30, [5, 6]), request([1] * 30, [5, 7])]] * 5000
+    groups, whole = plan(alike, 1, always=True)
+    assert len(groups) == 5000 and not whole
+    assert time.perf_counter() - start < 5  # minutes, if every pair were looked at
+
+
+@given(
+    st.lists(st.integers(1, 60), max_size=8) | st.lists(st.integers(20, 22), max_size=8),
+    st.integers(1, 120),
+)
 def test_pieces_cost_least_of_all_cuts(lengths, batch_tokens):
     def cost(batches):
         return sum(len(b) * max(b) + PASS_TOKENS for b in batches)

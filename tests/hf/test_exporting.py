@@ -139,6 +139,12 @@ def test_what_is_damaged_or_of_another_kind_is_refused(folder, tmp_path):
     refused("hidden_size is 'x'", changed(hidden_size="x"))
     refused("unknown setting hiden_size; did you mean 'hidden_size'", changed(hiden_size=3))
     refused("did you mean 'attention_temperature'", changed(temperature={"beta": 1.1}))
+    refused("connection_overrides is 5; a list", changed(connection_overrides=5))
+    refused("head_dim is 5; hidden_size / num_attention_heads = ", changed(head_dim=5))
+    for value in ({"rope_type": "yarn", "factor": 4}, {"rope_theta": 5.0}, "linear"):
+        refused("has no scaling: leave it out", changed(rope_scaling=value))
+        refused("rope_parameters is", changed(rope_parameters=value))
+    changed(rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})()
     load = changed()
     weights = tmp_path / "changed" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -162,6 +162,7 @@ def test_bad_settings_and_prompts(tiny_run, cache):
     for settings, words in [
         ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": 0}, "top_k=0"), ({"seed": -1}, "seed is -1"),
         ({"temperature": float("nan")}, "temperature=nan"), ({"stop": ("",)}, "stop text is empty"),
+        ({"stop": "END"}, "stop is 'END'; a tuple"), ({"stop": (3,)}, "a tuple of texts"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=words):
             Settings(**settings)

@@ -78,13 +78,17 @@ class SkiplessConfig(PreTrainedConfig):
         _check_version(self.format_version)
         _check_names(kwargs)
         self.connection = _short(_connection(self.connection, "connection"))
-        self.connection_overrides = [_override(rule) for rule in self.connection_overrides or ()]
+        rules = self.connection_overrides or ()
+        if not isinstance(rules, (list, tuple)):
+            raise UserError(f"connection_overrides is {rules!r}; a list of rules was expected")
+        self.connection_overrides = [_override(rule) for rule in rules]
         temperature = _part(TemperatureConfig, self.attention_temperature, "attention_temperature")
         self.attention_temperature = _changes(temperature)
         self.init = _changes(_part(InitConfig, self.init, "init"))
         settings = self.to_model_config()  # which checks all of them
         self.num_key_value_heads = settings.key_value_heads
         self.intermediate_size = settings.mlp_width
+        _check_heads_and_rotation(kwargs, self.head_dim, self.rope_theta)
         super().__post_init__(**kwargs)
 
     @property
@@ -142,6 +146,23 @@ def _check_names(extra: dict[str, Any]) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         if near and not hasattr(PreTrainedConfig, name):
             raise UserError(f"unknown setting {name}; did you mean {near[0]!r}?")
+
+
+def _check_heads_and_rotation(extra: dict[str, Any], head_dim: int, theta: float) -> None:
+    """Raise UserError for what other families set in config.json and our model would overlook."""
+    found = extra.pop("head_dim", None)
+    if found not in (None, head_dim):
+        raise UserError(
+            f"head_dim is {found!r}; hidden_size / num_attention_heads = {head_dim} was expected: "
+            "leave it out, or change one of these"
+        )
+    plain = {"rope_type": "default", "type": "default", "rope_theta": theta}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = extra.get(name) or {}
+        if not isinstance(value, dict) or any(v != plain.get(k) for k, v in value.items()):
+            raise UserError(
+                f"{name} is {value!r}; our RoPE has no scaling: leave it out, and set rope_theta"
+            )
 
 
 def _part(cls: type[Config], value: Any, name: str) -> Any:

@@ -37,6 +37,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_sampling(self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed)
+        if isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop):
+            raise UserError(f"stop is {self.stop!r}; a tuple of texts was expected")
         if not all(self.stop):
             raise UserError("a stop text is empty; give at least one character, or none at all")
 

@@ -7,6 +7,7 @@ less than its second pass costs, requests are scored whole.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -73,26 +74,39 @@ def plan(
             groups.append(group)
             group = one
     groups.append(group)
-    kept = [g for g in groups if g.numbers and (always or g.cost < g.total)]
-    return kept, whole + [n for g in groups if g not in kept for n in g.numbers]
+    kept = []
+    for group in groups:
+        if group.numbers and (always or group.cost < group.total):
+            kept.append(group)
+        else:
+            whole += group.numbers
+    return kept, whole
 
 
 def pieces(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
     """Places of rows of these lengths, cut into batches so that padding and passes cost least.
 
     Rows are sorted, longest first; a batch costs its rows times its longest, and PASS_TOKENS, and
-    has at most `batch_tokens` unless it is one row.
+    has at most `batch_tokens` unless it is one row. Of rows of one length a batch takes as many as
+    it may: handing it one more of an earlier batch never costs more. So it starts where lengths
+    change, or as early as it may, and thousands of equal rows take no time.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = [lengths[i] for i in order]
+    changes = [i for i in range(len(sizes)) if i == 0 or sizes[i] != sizes[i - 1]]
     best: list[tuple[int, int]] = [(0, 0)]  # of the first n rows: cost, where the last batch starts
-    for end in range(1, len(order) + 1):
-        costs = []
-        for start in range(end):
-            width = (end - start) * lengths[order[start]]
-            if width <= batch_tokens or end - start == 1:
-                costs.append((best[start][0] + width + PASS_TOKENS, start))
-        best.append(min(costs))
-    found, end = [], len(order)
+    earliest = 0
+    for end in range(1, len(sizes) + 1):
+        while earliest < end - 1 and (end - earliest) * sizes[earliest] > batch_tokens:
+            earliest += 1  # too wide for good: later ends make it wider
+        starts = changes[bisect_right(changes, earliest) : bisect_left(changes, end)]
+        best.append(
+            min(
+                (best[start][0] + (end - start) * sizes[start] + PASS_TOKENS, start)
+                for start in (earliest, *starts)
+            )
+        )
+    found, end = [], len(sizes)
     while end:
         start = best[end][1]
         found.append(order[start:end])
