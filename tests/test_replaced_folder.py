@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from skipless import outputs
 from skipless.errors import UserError
@@ -54,6 +56,20 @@ def test_new_replaced_filled_and_linked(way, tmp_path):
     write(tmp_path / "link", "three")
     assert (tmp_path / "link").is_symlink() and read(tmp_path / "a") == "three"
     assert sorted(os.listdir(tmp_path)) == ["a", "empty", "link"]
+
+
+def test_others_may_read_what_they_may_read_of_any_new_file(way, tmp_path):
+    """safetensors writes files that only their owner reads."""
+    before = os.umask(0o027)
+    try:
+        with replaced_folder(tmp_path / "a") as made:
+            save_file({"w": torch.zeros(2)}, made / "model.safetensors")
+            (made / "run.sh").write_text("")
+            (made / "run.sh").chmod(0o700)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "a").iterdir()}
+    assert modes == {"model.safetensors": 0o640, "run.sh": 0o740}
 
 
 def test_what_fails_leaves_the_old_one(way, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ import errno
 import glob
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,9 +144,16 @@ def staging_folder(parent: Path) -> Iterator[Path]:
 
 
 def _flush(folder: Path) -> None:
-    """Have the disk hold all files, before names say that they are there."""
+    """Have the disk hold all files, before names say that they are there.
+
+    Files get the permissions of any new file, which the folder's tell: safetensors makes weights
+    that nobody else may read, not even the account of a server.
+    """
+    usual = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
+            if not file.is_symlink():
+                file.chmod(stat.S_IMODE(file.stat().st_mode) | usual)
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
 

@@ -87,6 +87,29 @@ def test_bad_input(tiny_run, cache, capsys, words, told, monkeypatch, tmp_path):
     assert err.startswith("skipless: ") and err.count("\n") == 1
 
 
+def test_what_is_wrong_is_told_before_a_model_is_read(
+    tiny_run, cache, capsys, monkeypatch, tmp_path
+):
+    from skipless.serving import opening
+
+    def read(*_):
+        raise AssertionError("a model was read")
+
+    monkeypatch.setattr(opening, "_open_plain", read)
+    onnx = tmp_path / "onnx"
+    onnx.mkdir()
+    (onnx / "model.onnx").write_bytes(b"")
+    for words, told in [
+        ([tiny_run, "--kv-bits", "1"], "--kv-bits is 1; a whole number from 2 to 16"),
+        ([tiny_run, "--device", "tpu9"], "--device is 'tpu9'"),
+        ([tiny_run, "--temperature", "-1"], "temperature=-1.0"),
+        ([tmp_path], "holds no config.json; name a run directory"),
+        ([onnx], "holds ONNX files, which `skipless.export.open_session` reads"),
+    ]:
+        code, _, err = run(capsys, *words, "--prompt", "a")
+        assert code == 2 and told in err and err.count("\n") == 1
+
+
 def test_a_name_that_is_none(capsys):
     code, _, err = run(capsys, "smollm2-135", "--prompt", "a")
     assert code == 2 and "did you mean 'smollm2-135m'?" in err

@@ -144,6 +144,7 @@ def test_the_command_on_a_run(copy_run, tmp_path, folder, capsys):
     ("words", "message"),
     [
         (["--tasks", "pika"], "unknown task 'pika'"),
+        (["--tasks", "qqq"], "social_iqa, winogrande (--backend lm-eval has others)"),
         (["--tasks", "piqa", "--limit", "none"], "--limit is 'none'"),
         (["--tasks", "piqa", "--num-fewshot", "-1"], "--num-fewshot is -1"),
         (["--tasks", "piqa", "--num-tokens", "9"], "--num-tokens is for the held-out loss"),

@@ -31,8 +31,19 @@ def check_named(name: str) -> None:
 
     RUN/checkpoint/step-N passes, which is found by its number.
     """
-    if not _is_listed(name) and Path(name).parent.name != CHECKPOINTS:
-        _find(name)
+    if _is_listed(name) or Path(name).parent.name == CHECKPOINTS:
+        return
+    folder = Path(_find(name))
+    if folder.is_dir() and any(folder.glob("*.onnx")) and not (folder / "config.json").exists():
+        raise UserError(
+            f"{name} cannot be loaded: it holds ONNX files, which "
+            "`skipless.export.open_session` reads; name the model they were made from"
+        )
+    if folder.is_dir() and not (folder / "config.json").exists():
+        raise UserError(
+            f"{name} cannot be loaded: it holds no config.json; name a run directory, or the "
+            "folder of a Hugging Face model"
+        )
 
 
 def _is_listed(name: str) -> bool:

@@ -109,6 +109,9 @@ def open_writer(
     tokenizer, is quantised already, or cannot be read.
     """
     parsed = None if scheme is None else Scheme.parse(scheme)
+    if kv_bits is not None and not 2 <= kv_bits <= 16:
+        raise UserError(f"--kv-bits is {kv_bits}; a whole number from 2 to 16 was expected")
+    _device(device, quantised=parsed is not None)  # a name that is none, before a model is read
     if kv_bits is not None and parsed is not None:
         if parsed.kv_bits is not None:
             raise UserError(
@@ -132,8 +135,6 @@ def open_writer(
         kv_bits, granularity = parsed.kv_bits, parsed.activation_granularity
         parsed = replace(parsed, kv_bits=None)
         writer.kv_granularity = granularity
-    if kv_bits is not None and not 2 <= kv_bits <= 16:
-        raise UserError(f"--kv-bits is {kv_bits}; a whole number from 2 to 16 was expected")
     writer.kv_bits = kv_bits
     if kv_bits is not None and is_ours and _rounds_cache(model):
         raise UserError(f"{name} rounds its cache already; leave out --kv-bits {kv_bits}")

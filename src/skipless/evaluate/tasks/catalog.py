@@ -74,8 +74,8 @@ def find_tasks(names: Iterable[str]) -> list[Task]:
         for one in CORE8 if wanted == "core8" else (ALIASES.get(wanted, wanted),):
             if one not in TASKS.names():
                 raise UserError(
-                    f"unknown task {name!r}; {suggestion(wanted, ('core8', *TASKS.names()))} Other "
-                    "tasks by name: --backend lm-eval"
+                    f"unknown task {name!r}; {suggestion(wanted, ('core8', *TASKS.names()))} "
+                    "(--backend lm-eval has others)"
                 )
             found[one] = TASKS.get(one)
     if not found:

@@ -148,6 +148,9 @@ def fold_folder(
         source = open_folded(folder, loaded, text, num_tokens)
     plain: Any = folded.model
     losses = {} if source.unmeasured else _losses(source, plain)
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     with written_folder(target) as temporary:
         plain.save_pretrained(temporary)
         source.copy_tokenizer(temporary)

@@ -64,10 +64,10 @@ class Source:
         if self.run is None:
             copy_tokenizer(self.folder, target)
             return
-        from transformers import PreTrainedTokenizerFast
+        from skipless.hf.exporting import fast_tokenizer
 
-        file = str(self.run.tokenizer_path)
-        PreTrainedTokenizerFast(tokenizer_file=file).save_pretrained(target)
+        length = self.run.config.model.max_position_embeddings
+        fast_tokenizer(self.run.tokenizer, length).save_pretrained(target)
 
 
 def open_source(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
