@@ -187,6 +187,7 @@ def test_tokenizers_that_gguf_has_no_words_for(tokenizer, tmp_path):
     for change in (
         {"normalizer": {"type": "NFC"}}, {"pre_tokenizer": {"type": "Whitespace"}},
         {"pre_tokenizer": None}, {"model": {**about["model"], "type": "Unigram"}},
+        {"model": {**about["model"], "ignore_merges": True}},
     ):  # fmt: skip
         other = tmp_path / "tokenizer.json"
         other.write_text(json.dumps(about | change))
@@ -195,6 +196,35 @@ def test_tokenizers_that_gguf_has_no_words_for(tokenizer, tmp_path):
     other.write_text("{")
     with pytest.raises(UserError, match="no tokenizer.json that can be read"):
         read_vocabulary(other, 310)
+
+
+def test_tokens_that_the_tokenizer_puts_around_a_text(tokenizer, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.processors import ByteLevel, TemplateProcessing
+
+    end = "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": end, "eos_token": end})
+    )
+
+    def read(processor):
+        made = Tokenizer.from_file(str(tokenizer))
+        made.post_processor = processor
+        made.save(str(tmp_path / "tokenizer.json"))
+        ids, bare = made.encode("the king").ids, made.encode("the king", False).ids
+        found = read_vocabulary(tmp_path / "tokenizer.json", 310)
+        before, after = [0] * found.adds["bos"], [0] * found.adds["eos"]
+        assert ids == [*before, *bare, *after]
+        return found.adds
+
+    assert read(ByteLevel()) == {"bos": False, "eos": False}
+    around = {"single": f"{end} $A", "special_tokens": [(end, 0)]}
+    assert read(TemplateProcessing(**around)) == {"bos": True, "eos": False}
+    around["single"] = f"$A {end}"
+    assert read(TemplateProcessing(**around)) == {"bos": False, "eos": True}
+    around["single"] = f"{end} {end} $A"
+    with pytest.raises(UserError, match="puts other tokens around a text"):
+        read(TemplateProcessing(**around))
 
 
 @pytest.fixture(scope="module")

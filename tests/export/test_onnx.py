@@ -203,3 +203,16 @@ def test_the_file_says_how_to_open_it(tmp_path):
     (tmp_path / "c.onnx").write_bytes(b"\xff" * 9)
     with pytest.raises(UserError, match="is no ONNX file"):
         session_options(tmp_path / "c.onnx")
+
+
+def test_logits_of_zero_and_logits_that_are_no_numbers(tmp_path):
+    model = build()
+    with torch.no_grad():
+        model.norm.weight.zero_()
+    assert export_onnx(model, tmp_path / "zero.onnx").files["zero.onnx"].difference == 0
+    with torch.no_grad():
+        model.norm.weight.fill_(1)
+        model.embed_tokens.weight[3, 0] = torch.nan
+    with pytest.raises(UserError, match="logits are not finite; check its weights"):
+        export_onnx(model, tmp_path / "nan.onnx")
+    assert not (tmp_path / "nan.onnx").exists()

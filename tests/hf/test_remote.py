@@ -172,6 +172,19 @@ def test_writing_again_changes_nothing(tmp_path):
     assert settings["auto_map"]["AutoModelForCausalLM"] == "modeling_skipless.SkiplessForCausalLM"
 
 
+def test_what_the_package_saves_names_no_code_that_is_not_there(tmp_path):
+    model = SkiplessForCausalLM(SkiplessConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9,
+                                               num_attention_heads=1))  # fmt: skip
+    model.save_pretrained(tmp_path / "code")
+    write_remote_code(tmp_path / "code")
+    again = SkiplessForCausalLM.from_pretrained(tmp_path / "code")
+    again.save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert "auto_map" not in config and not list((tmp_path / "plain").glob("*.py"))
+    again.save_pretrained(tmp_path / "code")  # where the code is, its name stays
+    assert "auto_map" in json.loads((tmp_path / "code" / "config.json").read_text())
+
+
 def test_other_folders_are_refused(tmp_path):
     with pytest.raises(UserError, match="holds no model of the classes in skipless.hf"):
         write_remote_code(tmp_path)

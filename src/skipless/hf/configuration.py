@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -90,6 +91,21 @@ class SkiplessConfig(PreTrainedConfig):
         self.intermediate_size = settings.mlp_width
         _check_heads_and_rotation(kwargs, self.head_dim, self.rope_theta)
         super().__post_init__(**kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As transformers' own, without an auto_map of code that is not in the folder: the package
+        reads a folder with code, and what it saves has none."""
+        kept = getattr(self, "auto_map", None)
+        if kept and type(self)._auto_class is None:
+            files = {str(name).split("--")[-1].split(".")[0] for name in kept.values()}
+            elsewhere = all("--" in str(name) for name in kept.values())
+            if not elsewhere and not all(Path(save_directory, f"{f}.py").is_file() for f in files):
+                del self.auto_map
+        try:
+            super().save_pretrained(save_directory, *args, **options)
+        finally:
+            if kept:
+                self.auto_map = kept
 
     @property
     def head_dim(self) -> int:

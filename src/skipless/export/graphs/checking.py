@@ -110,8 +110,12 @@ class _Sums:
         """Run all passes on `ids`."""
         for pieces in _passes(ids, cached):
             found, mine = _of_file(session, pieces, model, cached), _of_model(model, pieces)
+            if not bool(torch.isfinite(mine).all()):
+                raise UserError("the model's logits are not finite; check its weights")
             self.largest = max(self.largest, float(mine.abs().max()))
-            self.worst = max(self.worst, float((found - mine).abs().max()))
+            # max() would pass over NaN
+            gap = (found - mine).abs().nan_to_num(nan=math.inf)
+            self.worst = max(self.worst, float(gap.max()))
             if quantization(model) is None:
                 continue
             with paused(model):
@@ -124,7 +128,7 @@ class _Sums:
 
     def comparison(self, is_quantized: bool) -> Comparison:
         """The result so far."""
-        difference = self.worst / self.largest
+        difference = self.worst / max(self.largest, 1e-30)  # every logit may be 0
         if not is_quantized:
             return Comparison(difference=difference)
         return Comparison(

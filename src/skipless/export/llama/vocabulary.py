@@ -25,6 +25,8 @@ class Vocabulary:
     merges: list[str]
     ids: dict[str, int]
     """Of the tokens with a role: bos, eos, unk, pad, as far as there are."""
+    adds: dict[str, bool]
+    """Whether the tokenizer itself puts bos before and eos after a text."""
 
 
 def read_vocabulary(tokenizer: Path, size: int) -> Vocabulary:
@@ -40,7 +42,7 @@ def read_vocabulary(tokenizer: Path, size: int) -> Vocabulary:
         kind, pre = model["type"], _rule(about)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{tokenizer} is no tokenizer.json that can be read ({error})") from None
-    if kind != "BPE" or not pre or about.get("normalizer"):
+    if kind != "BPE" or not pre or about.get("normalizer") or model.get("ignore_merges"):
         raise UserError(
             f"{tokenizer} is not a byte-level BPE that cuts text as GPT-2 or SmolLM does, and no "
             "other rule is written here; use llama.cpp's convert_hf_to_gguf.py on --format llama"
@@ -57,7 +59,13 @@ def read_vocabulary(tokenizer: Path, size: int) -> Vocabulary:
         types[entry["id"]] = CONTROL if entry.get("special") else ADDED
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     roles = _roles(tokenizer.with_name("tokenizer_config.json"), known)
-    return Vocabulary(pre=pre, tokens=tokens, types=types, merges=merges, ids=roles)
+    adds = _adds(about.get("post_processor"), roles, known)
+    if adds is None:
+        raise UserError(
+            f"{tokenizer} puts other tokens around a text than bos and eos, which GGUF has no word "
+            "for; use llama.cpp's convert_hf_to_gguf.py on --format llama"
+        )
+    return Vocabulary(pre=pre, tokens=tokens, types=types, merges=merges, ids=roles, adds=adds)
 
 
 def _rule(about: dict[str, Any]) -> str:
@@ -72,6 +80,27 @@ def _rule(about: dict[str, Any]) -> str:
     if before == ["Digits"] and steps[0].get("individual_digits"):
         return "smollm"
     return "gpt-2" if not before else ""
+
+
+def _adds(
+    after: dict[str, Any] | None, roles: dict[str, int], known: dict[str, int]
+) -> dict[str, bool] | None:
+    """What the tokenizer puts around a text; None for what is neither bos before nor eos after."""
+    adds = {"bos": False, "eos": False}
+    steps = [] if after is None else after.get("processors", [after])
+    for step in steps:
+        if step.get("type") == "ByteLevel":  # moves offsets, no tokens
+            continue
+        if step.get("type") != "TemplateProcessing":
+            return None
+        names = [part.get("SpecialToken", {}).get("id") for part in step["single"]]
+        middle = names.index(None)  # the text itself
+        around = {"bos": names[:middle], "eos": names[middle + 1 :]}
+        for role, found in around.items():
+            if found and [known.get(name) for name in found] != [roles.get(role)]:
+                return None
+            adds[role] |= bool(found)
+    return adds
 
 
 def _roles(config: Path, known: dict[str, int]) -> dict[str, int]:

@@ -175,7 +175,8 @@ def _write(
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
     writer.add_token_merges(vocabulary.merges)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(vocabulary.adds["bos"])
+    writer.add_add_eos_token(vocabulary.adds["eos"])
     for role, index in vocabulary.ids.items():
         getattr(writer, f"add_{role}_token_id")(index)
     kinds = gguf.GGMLQuantizationType
