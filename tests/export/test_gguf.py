@@ -211,7 +211,10 @@ def test_tokens_that_the_tokenizer_puts_around_a_text(tokenizer, tmp_path):
         made = Tokenizer.from_file(str(tokenizer))
         made.post_processor = processor
         made.save(str(tmp_path / "tokenizer.json"))
-        ids, bare = made.encode("the king").ids, made.encode("the king", False).ids
+        ids, bare = (
+            made.encode("the king").ids,
+            made.encode("the king", add_special_tokens=False).ids,
+        )
         found = read_vocabulary(tmp_path / "tokenizer.json", 310)
         before, after = [0] * found.adds["bos"], [0] * found.adds["eos"]
         assert ids == [*before, *bare, *after]
