@@ -28,6 +28,17 @@ def say(text: str) -> None:
     console.print(text, markup=False, soft_wrap=True)
 
 
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What the block says stays away: the caller says it."""
+    was = console.quiet
+    console.quiet = True
+    try:
+        yield
+    finally:
+        console.quiet = was
+
+
 def make_progress(*, unit: str = "") -> Progress:
     """A rich Progress with bar, count, elapsed and remaining time, and a free text field."""
     return Progress(

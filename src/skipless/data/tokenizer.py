@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from skipless.errors import UserError
 from skipless.files import write_atomic
@@ -40,6 +41,18 @@ class Tokenizer:
         if not ids:
             raise UserError(f"{path} has no tokens; train a tokenizer or name another one")
         self.vocab_size: int = max(ids) + 1
+
+    def for_transformers(self, max_length: int) -> Any:
+        """The same as transformers' PreTrainedTokenizerFast: it pads on the left, and reads the
+        separator in a text as ordinary characters, as in training."""
+        from transformers import PreTrainedTokenizerFast
+
+        eos = None if self.eos_id is None else self.inner.id_to_token(self.eos_id)
+        return PreTrainedTokenizerFast(
+            tokenizer_file=str(self.path), eos_token=eos, pad_token=eos, padding_side="left",
+            model_max_length=max_length, model_input_names=["input_ids", "attention_mask"],
+            split_special_tokens=True, clean_up_tokenization_spaces=False,
+        )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without separators. Raises UserError for what is not text."""

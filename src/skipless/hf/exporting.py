@@ -37,7 +37,7 @@ from skipless.surgery.slimming.opening import holds_run
 from skipless.surgery.sources import find_folder
 from skipless.train import LoadedRun, load_run
 
-__all__ = ["ExportedModel", "export_model", "from_transformer", "fast_tokenizer", "save_run"]
+__all__ = ["ExportedModel", "export_model", "from_transformer", "save_run"]
 
 COMPARED = 24
 """Tokens of the two texts that are compared, and as many are generated."""
@@ -92,7 +92,7 @@ def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> Export
             more["id2label"] = dict(enumerate(names))
             more["label2id"] = {name: label for label, name in enumerate(names)}
     model = from_transformer(run.model, **more)
-    tokenizer = fast_tokenizer(run.tokenizer, run.config.model.max_position_embeddings)
+    tokenizer = run.tokenizer.for_transformers(run.config.model.max_position_embeddings)
     _check_tokenizer(tokenizer, run.tokenizer)
     with written_folder(path) as staging, _quiet():
         model.save_pretrained(staging)
@@ -132,17 +132,6 @@ def from_transformer(model: Transformer, **settings: Any) -> Any:
     made.load_state_dict(weights, assign=True)
     made.tie_weights()
     return made.eval()
-
-
-def fast_tokenizer(tokenizer: Any, max_length: int) -> PreTrainedTokenizerFast:
-    """A run's tokenizer for transformers: pads on the left, and reads the separator in a text as
-    ordinary characters, as in training."""
-    eos = None if tokenizer.eos_id is None else tokenizer.inner.id_to_token(tokenizer.eos_id)
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer.path), eos_token=eos, pad_token=eos, padding_side="left",
-        model_max_length=max_length, model_input_names=["input_ids", "attention_mask"],
-        split_special_tokens=True, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
 
 
 def _check_tokenizer(made: PreTrainedTokenizerFast, own: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from skipless.errors import UserError
 from skipless.export.graphs.joins import SUPPORTED
-from skipless.log import console
+from skipless.log import quiet
 from skipless.rundir import RunDir
 from skipless.surgery.folders import sample_batch
 from skipless.surgery.loading import load
@@ -47,7 +47,7 @@ def open_plain(model: str, *, norm_gains: bool = False) -> Plain:
         run = load_run(folder)
         if not run.is_finished:
             raise UserError(f"{folder} is not finished; continue it with `skipless train {folder}`")
-        with _quiet(), alternative(folder):
+        with quiet(), alternative(folder):
             folded = fold_to_stock(run.model, norm_gains=norm_gains)
         return Plain(model=folded.model, tokenizer=run.tokenizer_path, folded=folded)
     file = folder / "tokenizer.json"
@@ -55,7 +55,7 @@ def open_plain(model: str, *, norm_gains: bool = False) -> Plain:
     if model_type(folder) != MODEL_TYPE:
         return Plain(model=read_language_model(folder), tokenizer=tokenizer)
     patched = load(folder)
-    with _quiet(), alternative(folder):
+    with quiet(), alternative(folder):
         folded = fold(patched, sample_batch(patched), norm_gains=norm_gains)
     return Plain(model=folded.model, tokenizer=tokenizer, folded=folded)
 
@@ -89,14 +89,3 @@ def alternative(folder: Path) -> Iterator[None]:
         }
         keeps = "--format onnx or hf" if kinds <= set(SUPPORTED) else "--format hf"
         raise UserError(f"{error}; {keeps} keeps it as it is") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What folding prints stays away: the exporter says it."""
-    was = console.quiet
-    console.quiet = True
-    try:
-        yield
-    finally:
-        console.quiet = was

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ import torch
 from skipless.config import to_json
 from skipless.errors import UserError
 from skipless.evaluate import precision_table
-from skipless.log import console
+from skipless.log import quiet
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
 from skipless.rundir import CONFIG, TOKENIZER, WEIGHTS, RunDir
@@ -105,7 +104,7 @@ def prune_folder(
     if plain_before:
         patch(source.model, "residual")
     before = source.loss(source.model, source.held_out)
-    with _quiet():
+    with quiet():
         pruned = prune(
             source.model, source.chosen_on, tolerance, loss_budget=loss_budget, unit=unit,
             loss=None if source.loss is next_token_loss else source.loss,
@@ -137,13 +136,13 @@ def fold_folder(
     inputs = None
     if holds_run(folder):
         source = open_run(folder, text, num_tokens)
-        with _quiet():
+        with quiet():
             folded = fold_to_stock(source.model, norm_gains=norm_gains)
     else:
         loaded = _load_patched(folder)
         one = sample_batch(loaded)  # and reversed, since a single similarity of CLIP may be near 0
         inputs = {name: torch.cat([value, value.flip(-1)]) for name, value in one.items()}
-        with _quiet():
+        with quiet():
             folded = fold(loaded, inputs, norm_gains=norm_gains)  # refused before a text is read
         source = open_folded(folder, loaded, text, num_tokens)
     plain: Any = folded.model
@@ -226,14 +225,3 @@ def _write_run(old: LoadedRun, folder: Path, pruned: Pruned, held_out: float) ->
         "rows": [vars(row) for row in pruned.rows],
     })  # fmt: skip
     save_weights(after / WEIGHTS, old.model, World())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What `prune` and `fold` print stays away: the caller prints it."""
-    was = console.quiet
-    console.quiet = True
-    try:
-        yield
-    finally:
-        console.quiet = was

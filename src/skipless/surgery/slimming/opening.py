@@ -64,10 +64,8 @@ class Source:
         if self.run is None:
             copy_tokenizer(self.folder, target)
             return
-        from skipless.hf.exporting import fast_tokenizer
-
         length = self.run.config.model.max_position_embeddings
-        fast_tokenizer(self.run.tokenizer, length).save_pretrained(target)
+        self.run.tokenizer.for_transformers(length).save_pretrained(target)
 
 
 def open_source(folder: Path, text: Sequence[str], num_tokens: int) -> Source:
