@@ -8,6 +8,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from skipless.errors import UserError
 from skipless.hf import QuantizedCache
+from skipless.hf.past import CACHE_NAME
 
 from .hf_models import KINDS, SMALL, build, ids, own
 
@@ -85,8 +86,11 @@ def test_layers_without_attention_keep_nothing_in_the_cache():
     without = build("residual", connection_overrides=[rule])
     expected = own(without).generate(ids(), 12)
     assert torch.equal(without.generate(ids(), use_cache=False, **GREEDY), expected)
+    assert torch.equal(without.generate(ids(), **GREEDY), expected)
+    out = without(ids(), use_cache=True)
+    assert getattr(out, CACHE_NAME) is None
     with pytest.raises(UserError, match="no layer of this model has attention.*use_cache=False"):
-        without.generate(ids(), **GREEDY)
+        without(ids(), past_key_values=DynamicCache())
 
 
 def test_sampling_follows_torchs_seed_and_embeddings_may_start():

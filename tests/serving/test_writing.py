@@ -118,6 +118,28 @@ def test_our_model_in_a_hugging_face_folder(tiny_run, cache, tmp_path):
         assert found.token_ids == plain.token_ids
 
 
+def test_our_folder_without_attention(tiny_llama, tmp_path):
+    """Nothing to cache: every token is computed anew, and --kv-bits is refused."""
+    from skipless.hf import SkiplessConfig, SkiplessForCausalLM
+
+    folder = tmp_path / "mlps"
+    shutil.copytree(tiny_llama, folder)
+    absent = {"connection": {"kind": "fixed", "a": 1.0, "b": 0.0}, "sublayer": "attention"}
+    config = SkiplessConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=300,
+        max_position_embeddings=48, connection="residual", connection_overrides=[absent],
+    )  # fmt: skip
+    model = SkiplessForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    writer = open_writer(str(folder))
+    found, _ = streamed(writer, max_new_tokens=6, ignore_end=True)
+    ids = torch.tensor([writer.encode(PROMPT)])
+    expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert found.token_ids == expected[0, ids.shape[1] :].tolist() and found.cache_bytes is None
+    with pytest.raises(UserError, match="has attention, so a cache has nothing to keep.*kv-bits"):
+        streamed(open_writer(str(folder), kv_bits=8))
+
+
 def test_a_folder_whose_code_would_have_to_be_run(tiny_llama, tmp_path):
     """Refused, without a question on the terminal."""
     folder = shutil.copytree(tiny_llama, tmp_path / "own")

@@ -147,6 +147,7 @@ class SkiplessModel(SkiplessPreTrainedModel, Stack):
             self.build_stack(self._settings)
         present = [i for i, block in enumerate(self.blocks) if block.self_attn is not None]
         self._numbers = {layer: number for number, layer in enumerate(present)}
+        self.has_attention = bool(present)
         self._keeps_state = any(isinstance(m, Universal) for m in self.modules())
         self._attention, self._filled = "", False
         if device.type != "meta":
@@ -251,19 +252,18 @@ class SkiplessModel(SkiplessPreTrainedModel, Stack):
             wanted = wanted or (
                 self.config.use_cache and self.config.causal and bool(self._numbers)
             )
-        if not wanted:
+        idle = self.config.causal and not self._numbers
+        if not wanted or (held is None and (checkpointing or idle)):
             return None
         if checkpointing:
-            if held is None:
-                return None
             raise UserError(
                 "activation checkpointing runs layers again, which would fill the cache twice; "
                 "call model.gradient_checkpointing_disable() or leave the cache out"
             )
-        if not self._numbers and self.config.causal:
+        if idle:
             raise UserError(
-                "no layer of this model has attention, so nothing counts the tokens of a cache; "
-                "pass use_cache=False"
+                "no layer of this model has attention, so a cache has nothing to keep; leave it "
+                "out (use_cache=False; no --kv-bits)"
             )
         return DynamicCache() if held is None else held
 

@@ -36,6 +36,8 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
         self.model = SkiplessModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        if not self.model.has_attention and self.generation_config is not None:
+            self.generation_config.use_cache = False  # `generate` would make one for every model
 
     def forward(
         self,
