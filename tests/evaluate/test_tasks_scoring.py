@@ -12,7 +12,7 @@ from tasks_material import llama
 
 from skipless.config import ModelConfig
 from skipless.errors import UserError
-from skipless.evaluate.tasks import Encoded, score_requests
+from skipless.evaluate.tasks import Encoded, score_requests, score_tasks
 from skipless.evaluate.tasks.encoding import shared_length
 from skipless.evaluate.tasks.planning import PASS_TOKENS, pieces, plan
 from skipless.evaluate.tasks.scoring import choose_mode
@@ -214,3 +214,10 @@ def test_a_plan_holds_every_question_once_and_shares_where_that_is_cheaper():
     groups, whole = plan([*long, *short], 1024, only_equal=True, always=True)
     assert not whole and all(len(g.numbers) == 1 for g in groups[:-1])
     assert all(max(g.widths) <= 100 for g in plan(long, 100)[0] if len(g.numbers) > 1)
+
+
+@pytest.mark.parametrize("name", ["limit", "max_length", "batch_tokens"])
+@pytest.mark.parametrize("value", [0, -3, 1.5, True])
+def test_numbers_are_checked_before_anything_is_read(name, value):
+    with pytest.raises(UserError, match=f"{name} is {value}; a whole number of at least 1"):
+        score_tasks(torch.nn.Linear(1, 1), None, **{name: value})

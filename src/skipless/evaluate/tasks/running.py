@@ -72,7 +72,10 @@ def score_tasks(
     tasks, sources and schemes that do not exist, before anything is scored.
     """
     wanted, parsed = find_tasks(tasks), [Scheme.parse(scheme) for scheme in schemes]
-    for name, value, least in (("limit", limit, 1), ("num_fewshot", num_fewshot, 0)):
+    for name, value, least in (
+        ("limit", limit, 1), ("num_fewshot", num_fewshot, 0), ("max_length", max_length, 1),
+        ("batch_tokens", batch_tokens, 1),
+    ):  # fmt: skip
         if value is not None and (type(value) is not int or value < least):
             raise UserError(f"{name} is {value!r}; a whole number of at least {least} was expected")
     for scheme in parsed:
