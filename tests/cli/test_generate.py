@@ -104,6 +104,7 @@ def test_what_is_wrong_is_told_before_a_model_is_read(
         ([tiny_run, "--device", "tpu9"], "--device is 'tpu9'"),
         ([tiny_run, "--temperature", "-1"], "temperature=-1.0"),
         ([tmp_path], "holds no config.json; name a run directory"),
+        ([onnx / "model.onnx"], "is a file; name a run directory"),
         ([onnx], "holds ONNX files, which `skipless.export.open_session` reads"),
     ]:
         code, _, err = run(capsys, *words, "--prompt", "a")

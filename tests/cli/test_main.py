@@ -259,3 +259,16 @@ def test_a_small_vocabulary_is_told_by_train(tiny_settings, tmp_path, cache, mon
     assert re.search(r"NOTE: .* vocabulary of \d+ of 2048 tokens", capsys.readouterr().err)
     noted = json.loads((tmp_path / "run" / "data.json").read_text())
     assert 0 < noted["unigram_loss"] < math.log(2048)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["list"], ["show", "demo-rf-kl"]])
+def test_output_to_a_full_disk_is_one_sentence(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "skipless", *words],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("skipless: cannot write the output: No space left")
+    assert done.stderr.count("\n") == 1

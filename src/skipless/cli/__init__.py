@@ -25,7 +25,9 @@ arguments.py turns words into settings, terminal.py turns results into lines.
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -117,6 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _as_interrupt)
     try:
         _run(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         if traceback:
             raise
@@ -129,6 +133,14 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away, as in `skipless list | head`
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if traceback or error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename:
+            raise
+        text = f"cannot write the output: {error.strerror}; free space, or send it elsewhere"
+        print(f"skipless: {text}", file=sys.stderr)
+        with open(os.devnull, "w") as nothing:  # what is still held back, or Python's end fails too
+            os.dup2(nothing.fileno(), 1)
+        return 2
     return 0
 
 

@@ -95,7 +95,8 @@ def eval_(
     if compared := comparison_lines(summary):
         print("", "against full precision, question by question", sep="\n")
         print(*aligned(compared, left=3), sep="\n")
-    print(*(f"note: {line}" for line in remarks(summary)), *paths, sep="\n")
+    for line in (*(f"note: {line}" for line in remarks(summary)), *paths):
+        print(line)
 
 
 def _loss(run: str, num_tokens: str | None, json: bool, given: dict[str, Any]) -> None:

@@ -53,6 +53,10 @@ def _is_listed(name: str) -> bool:
 def _find(name: str) -> str:
     if Path(name).is_dir():
         return name
+    if Path(name).is_file():
+        raise UserError(
+            f"{name} is a file; name a run directory, or the folder of a Hugging Face model"
+        )
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _hub_folder(name)
     if "/" in name:

@@ -353,7 +353,10 @@ def _translated(error: BaseException, final: Path) -> BaseException:
     """A failure to write as one sentence; interrupts and user errors stay what they are."""
     cause = _cause(error)
     if isinstance(cause, (OSError, RuntimeError)):
-        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        seen: BaseException | None = cause
+        while seen is not None and not getattr(seen, "strerror", None):
+            seen = seen.__cause__ or seen.__context__  # torch's writer fails once more on closing
+        reason = getattr(seen, "strerror", None) or str(cause).splitlines()[0]
         return UserError(
             f"cannot write checkpoint {final}: {reason}; earlier checkpoints are untouched, so "
             "free space and run the same command again to resume"
