@@ -180,6 +180,9 @@ def test_what_cannot_be_computed_is_refused_in_a_sentence():
     four = torch.ones(2, 1, 9, 9)
     refused(r"attention_mask is of shape \[2, 1, 9, 9\]", lambda: model(x, attention_mask=four))
     refused("attention_mask has shape", lambda: model(x, attention_mask=torch.ones(2, 8)))
+    added = torch.zeros(2, 9)
+    added[0, :3] = -1e9
+    refused("holds -1e[+]09 to 0; 1 on tokens", lambda: model(x, attention_mask=added))
     two = DynamicCache()
     refused("two names of one", lambda: model(x, past_key_values=two, cache=DynamicCache()))
     refused("position_ids hold 40", lambda: model(x, position_ids=torch.arange(32, 41)[None]))

@@ -43,6 +43,16 @@ def check_given(
             f"attention_mask is {what}; [batch, past plus new tokens] was expected, 1 on tokens "
             "and 0 on padding: what each token sees is the model's own affair"
         )
+    if (
+        isinstance(attention_mask, Tensor)
+        and attention_mask.is_floating_point()
+        and attention_mask.device.type == "cpu"
+        and bool(((attention_mask != 0) & (attention_mask != 1)).any())
+    ):  # one that is added to scores, 0 on tokens, would be read the wrong way round
+        raise UserError(
+            f"attention_mask holds {float(attention_mask.min()):g} to "
+            f"{float(attention_mask.max()):g}; 1 on tokens and 0 on padding was expected"
+        )
     if any(name.startswith("cu_seq_lens") for name in more):
         raise UserError(PACKED)
 
