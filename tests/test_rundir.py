@@ -241,3 +241,10 @@ with RunDir({str(tmp_path)!r}).lock():
 def test_the_noted_command_can_be_typed_again(program, typed, monkeypatch):
     monkeypatch.setattr("sys.argv", [program, "train", "demo-rf-kl", "--out", "my run"])
     assert rundir.environment()["command"] == typed
+
+
+def test_a_folder_that_is_missing_is_told_from_one_without_a_run(tmp_path):
+    with pytest.raises(UserError, match=r"is not a run directory \(no config\.json\)"):
+        RunDir.open(tmp_path)
+    with pytest.raises(UserError, match=r"is not a run directory \(there is no such folder\)"):
+        RunDir.open(tmp_path / "missing")

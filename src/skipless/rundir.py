@@ -158,8 +158,9 @@ class RunDir:
         """Expect an existing run. Raises UserError if there is none."""
         run = cls(path)
         if not (run / CONFIG).exists():
+            why = f"no {CONFIG}" if run.path.exists() else "there is no such folder"
             raise UserError(
-                f"{run.path} is not a run directory (no {CONFIG}); make one with "
+                f"{run.path} is not a run directory ({why}); make one with "
                 "`skipless train RECIPE --out DIR`"
             )
         return run
