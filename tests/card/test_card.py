@@ -103,9 +103,12 @@ def test_what_was_not_measured_says_with_which_command(run):
     text = card_text(run)
     commands = re.findall(r"^Not measured: .*\. `skipless (.*)` measures it\.$", text, re.M)
     assert [command.split()[0] for command in commands] == [
-        "eval", "probe", "quantize", "quantize", "eval",
+        "probe", "quantize", "quantize", "eval",
     ]  # fmt: skip
     assert all(str(run) in command for command in commands)
+    loss = json.loads((run / "train.json").read_text())["held_out_loss"]
+    assert f"| loss, nats a token | {loss:.4f} |" in text
+    assert "From the end of training, without its error: `skipless eval" in text
     assert "dB" not in text and "perplexity" not in text
 
 

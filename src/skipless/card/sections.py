@@ -129,7 +129,7 @@ def _data(facts: Facts) -> list[str]:
 def _loss(facts: Facts) -> list[str]:
     found = facts.evaluation
     if found is None:
-        return _not_measured("held-out loss", f"skipless eval {_run(facts)}")
+        return _loss_of_training(facts)
     error = found.get("standard_error")
     if facts.is_classifier:
         rows = [
@@ -151,6 +151,17 @@ def _loss(facts: Facts) -> list[str]:
     if isinstance(unigram, (int, float)):
         lines.append(f"Token frequencies alone reach {unigram:.4f} nats.")
     return lines
+
+
+def _loss_of_training(facts: Facts) -> list[str]:
+    """What the last step of training measured, where nothing was measured since."""
+    command = f"skipless eval {_run(facts)}"
+    found = None if facts.result is None else facts.result.get("held_out_loss")
+    if not isinstance(found, (int, float)):
+        return _not_measured("held-out loss", command)
+    unit = "passage" if facts.is_classifier else "token"
+    lines = _table(("held out", "value"), [(f"loss, nats a {unit}", _number(found, ".4f"))])
+    return [*lines, "", f"From the end of training, without its error: `{command}` measures it."]
 
 
 def _inside(facts: Facts) -> list[str]:

@@ -37,9 +37,9 @@ class Answers:
 
     @property
     def norm_picks(self) -> np.ndarray:
-        """The likeliest a character."""
+        """The likeliest a character; a choice of none counts as one."""
         pairs = zip(self.log_likelihoods, self.lengths, strict=True)
-        return np.array([int(np.argmax(ll / n)) for ll, n in pairs])
+        return np.array([int(np.argmax(ll / np.maximum(n, 1))) for ll, n in pairs])
 
     @property
     def ties(self) -> list[int]:
