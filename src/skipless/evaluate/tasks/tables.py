@@ -147,8 +147,8 @@ def _table(cells: Sequence[Sequence[str]]) -> list[str]:
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
-def draw(summary: Mapping[str, Any]) -> bytes:
-    """PNG: accuracy by task and scheme with standard errors, chance as a short line."""
+def draw(summary: Mapping[str, Any], name: str) -> bytes:
+    """PNG: accuracy of the model `name` by task and scheme, chance as a short line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -160,8 +160,8 @@ def draw(summary: Mapping[str, Any]) -> bytes:
     width = 0.8 / len(rows)
     for number, row in enumerate(rows):
         places, heights, errors = [], [], []
-        for place, name in enumerate(names):
-            entry = row["tasks"][name]
+        for place, task in enumerate(names):
+            entry = row["tasks"][task]
             metric = "acc_norm" if "acc_norm" in entry else "acc"
             if metric in entry:
                 places.append(place - 0.4 + (number + 0.5) * width)
@@ -169,13 +169,15 @@ def draw(summary: Mapping[str, Any]) -> bytes:
                 error = entry.get(f"{metric}_stderr")
                 errors.append(error if isinstance(error, float) else 0.0)
         axes.bar(places, heights, width, yerr=errors, label=row["scheme"], capsize=2)
-    for place, name in enumerate(names):
-        if name in chance:
-            axes.hlines(chance[name], place - 0.45, place + 0.45, colors="black", linestyles=":")
+    for place, task in enumerate(names):
+        if task in chance:
+            axes.hlines(chance[task], place - 0.45, place + 0.45, colors="black", linestyles=":")
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
     axes.set_ylabel("acc_norm or acc")
     axes.set_ylim(0, 1)
-    axes.set_title("dotted: guessing; bars: one standard error", fontsize=9)
+    limit, scope = summary["limit"], f"scope {summary['scope']}, " if len(rows) > 1 else ""
+    asked = f"the first {limit} questions of each task" if limit else "every question"
+    axes.set_title(f"{name}: {scope}{asked}; bars one standard error, dotted guessing", fontsize=9)
     axes.legend(fontsize=8)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
@@ -193,7 +195,7 @@ def write_results(
     paths = [
         write_atomic(folder / JSON, to_strict_json(summary, indent=1) + "\n"),
         write_atomic(folder / MARKDOWN, markdown(summary, name)),
-        write_atomic(folder / PLOT, draw(summary)),
+        write_atomic(folder / PLOT, draw(summary, name)),
     ]
     if documents:
         lines = "".join(json.dumps(row) + "\n" for row in documents)
