@@ -71,7 +71,7 @@ def generate(
     prompts = _prompts(prompt, file)
     from skipless.pretrained.naming import check_named
 
-    check_named(model)
+    check_named(model, holds_model=True)
     from skipless.serving import Settings, open_writer
 
     settings = Settings(

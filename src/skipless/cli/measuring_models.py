@@ -65,7 +65,7 @@ class Material(NamedTuple):
             raise UserError("--data and --num-tokens belong to models of text; leave them out")
         from skipless.pretrained.naming import check_named
 
-        check_named(name)
+        check_named(name, holds_model=True)
         from skipless.diagnose.loading import load_subject
         from skipless.diagnose.texts import read_batches
 

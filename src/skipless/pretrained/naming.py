@@ -26,24 +26,26 @@ def find_model(name: str) -> str:
     return str(fetch_model(name)) if _is_listed(name) else _find(name)
 
 
-def check_named(name: str) -> None:
+def check_named(name: str, *, holds_model: bool = False) -> None:
     """The errors of `find_model` without fetching: for the command line, before torch is loaded.
 
-    RUN/checkpoint/step-N passes, which is found by its number.
+    RUN/checkpoint/step-N passes, which is found by its number. `holds_model` refuses a folder
+    without config.json too; other folders are logs, or diagnoses to compare with.
     """
     if _is_listed(name) or Path(name).parent.name == CHECKPOINTS:
         return
     folder = Path(_find(name))
-    if folder.is_dir() and any(folder.glob("*.onnx")) and not (folder / "config.json").exists():
+    if not holds_model or not folder.is_dir() or (folder / "config.json").exists():
+        return
+    if any(folder.glob("*.onnx")):
         raise UserError(
             f"{name} cannot be loaded: it holds ONNX files, which "
             "`skipless.export.open_session` reads; name the model they were made from"
         )
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise UserError(
-            f"{name} cannot be loaded: it holds no config.json; name a run directory, or the "
-            "folder of a Hugging Face model"
-        )
+    raise UserError(
+        f"{name} cannot be loaded: it holds no config.json; name a run directory, or the "
+        "folder of a Hugging Face model"
+    )
 
 
 def _is_listed(name: str) -> bool:
