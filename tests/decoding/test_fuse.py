@@ -18,6 +18,7 @@ from skipless.decoding.blocks import FusedBlock
 from skipless.errors import UserError
 from skipless.model import Block, KeyValueCache, Transformer
 from skipless.quant import from_integer, quantize, restore, to_integer
+from skipless.quant.engines import ENGINES
 from skipless.quant.hardware import fastest_kernel
 
 pytestmark = pytest.mark.skipif(fastest_kernel() is None, reason="needs a C++ compiler")
@@ -109,6 +110,29 @@ def test_schemes_and_packed_caches(scheme, rows):
     close = (found - expected).abs().amax(-1) < 1e-3 * expected.abs().amax()
     assert close.float().mean() > 0.3, "most steps agree to rounding"
     assert isinstance(cache, KeyValueCache)
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_it_follows_from_every_engine(engine):
+    """Which engine `to_integer` picks depends on the processor: another than ours computes whole
+    texts where it is faster, and single tokens are fused all the same."""
+    model = make()
+    quantize(model, "W4A8-KV8-a:token")
+    try:
+        to_integer(model, engine)
+    except UserError as error:
+        pytest.skip(str(error))
+    expected = decode(model)
+    fuse(model)
+    fused = decode(model)
+    states = [model.layers[n]._skipless_fused for n in range(len(model.layers))]
+    assert all(state.steps()[1] is not None for state in states)
+    assert distance(fused, expected) < 0.05
+    assert torch.equal(decode(copy.deepcopy(model)), fused)
+    restore(model)
+    quantize(model, "W4A8-KV8-a:token")
+    fuse(to_integer(model, fastest_kernel().name))
+    assert distance(decode(model), fused) < 1e-5, "steps are those of the C++ engine"
 
 
 def test_two_threads_give_the_same():
@@ -232,9 +256,6 @@ def test_refusals(make_plain=torch.nn.Linear):
     with pytest.raises(UserError, match="Linear is no skipless model"):
         fuse(make_plain(3, 3))
     quantize(model, "W8A8")
-    with pytest.raises(UserError, match="layer 0: a fused step needs"):
-        fuse(model)
-    to_integer(model, "float")
     with pytest.raises(UserError, match="layer 0: a fused step needs"):
         fuse(model)
     restore(model)

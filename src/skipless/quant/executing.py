@@ -18,8 +18,9 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.codes import given_step, site_codes
 from skipless.quant.convolutions import by_example
-from skipless.quant.engines import ENGINES, KernelEngine, Prepared
-from skipless.quant.fake import simulate
+from skipless.quant.engines import ENGINES, Engine, KernelEngine, Prepared, Problem
+from skipless.quant.fake import Codes, simulate
+from skipless.quant.hardware import fastest_kernel
 from skipless.quant.subclasses import Replaced, named
 from skipless.quant.weights import QuantizedWeight
 from skipless.sites import bias_of
@@ -40,6 +41,35 @@ class Executed:
     sharing: Sharing
     alone: bool = False
     """Nobody else wanted the codes this layer made, so that they can stay inside one C++ call."""
+    panels: tuple[str, Prepared] | None = None
+    """For fused steps, if `engine` is none of the C++ ones: one that is, with the same weight."""
+
+
+def packed(engine: Engine, weight: Codes, problem: Problem) -> Prepared:
+    """Weight codes [out, in], with one scale or one a row, as `engine` wants them."""
+    scale = weight.scale.float().reshape(-1).expand(problem.out_features)
+    return engine.prepare(weight.codes.to(torch.int16), scale, problem)
+
+
+def in_panels(own: Executed) -> tuple[KernelEngine, Prepared]:
+    """A C++ engine and the layer's weight packed for it, what fused steps read.
+
+    Where another engine is faster on whole texts and runs the layer, the weight is packed once more
+    beside it. Raises UserError if no C++ engine computes this product exactly here.
+    """
+    engine = ENGINES[own.engine]
+    if isinstance(engine, KernelEngine):
+        return engine, own.prepared
+    if own.panels is None:
+        kernel = fastest_kernel()
+        if kernel is None:
+            raise UserError("a fused step needs a C++ compiler; set CXX to one")
+        own.weight.check_unchanged()
+        own.panels = kernel.name, packed(kernel, own.weight.codes(), own.prepared.problem)
+    name, prepared = own.panels
+    kernel = ENGINES[name]
+    assert isinstance(kernel, KernelEngine), "chosen above"
+    return kernel, prepared
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant import building
 from skipless.quant.activations import ActivationQuantizer
-from skipless.quant.engines import ENGINES, KernelEngine
+from skipless.quant.executing import in_panels
 from skipless.quant.hardware import fastest_kernel
 from skipless.quant.integer import integer_state
 from skipless.quant.kvcache import PackedTensor
@@ -112,18 +112,16 @@ class _Builder:
         return tensor.data_ptr()
 
     def linear(self, module: nn.Module) -> _Linear:
-        """Of a layer that runs on integers by a C++ engine. Raises UserError for another."""
+        """Of a layer that runs on integers. Raises UserError for another."""
         own = integer_state(module)
-        engine = ENGINES[own.engine] if own is not None else None
-        if own is None or not isinstance(engine, KernelEngine):
+        if own is None:
             raise UserError(
-                "a fused step needs linear layers that run on integers by a C++ engine; call "
-                "to_integer(model) first, on a machine with a compiler"
+                "a fused step needs linear layers that run on integers; call to_integer(model) first"
             )
-        if self.engine not in ("", own.engine):
+        engine, prepared = in_panels(own)
+        if self.engine not in ("", engine.name):
             raise UserError("the layers of one sublayer run by different engines; name one")
-        self.engine = own.engine
-        site, prepared = own.quantizer, own.prepared
+        self.engine, site = engine.name, own.quantizer
         form, block = engine.form(prepared)
         self.kept.append(prepared)
         return _Linear(

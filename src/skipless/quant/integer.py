@@ -40,6 +40,7 @@ from skipless.quant.executing import (
     IntegerLinear,
     Sharing,
     integer_state,
+    packed,
 )
 from skipless.quant.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
@@ -144,21 +145,19 @@ def _prepare(
     engine: str | None,
     sharing: Sharing,
 ) -> Executed:
-    codes, scale = weight.codes()
-    out_features, in_features = codes.shape
+    codes = weight.codes()
+    out_features, in_features = codes.codes.shape
     problem = Problem(
         weight_bits=weight.scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
-        out_features=out_features, device=codes.device.type,
+        out_features=out_features, device=codes.codes.device.type,
     )  # fmt: skip
     try:
         chosen = pick(problem, engine)
     except UserError as error:
         raise UserError(f"{site.site.module}: {error}") from None
-    scale = scale.float().reshape(-1).expand(out_features)
     return Executed(
-        engine=chosen.name, prepared=chosen.prepare(codes.to(torch.int16), scale, problem),
-        quantizer=site, weight=weight, device=problem.device, plain_class=type(module),
-        sharing=sharing,
+        engine=chosen.name, prepared=packed(chosen, codes, problem), quantizer=site,
+        weight=weight, device=problem.device, plain_class=type(module), sharing=sharing,
     )  # fmt: skip
 
 
