@@ -116,7 +116,7 @@ class _Builder:
         own = integer_state(module)
         if own is None:
             raise UserError(
-                "a fused step needs linear layers that run on integers; call to_integer(model) first"
+                "a fused step needs linear layers that run on integers; call to_integer first"
             )
         engine, prepared = in_panels(own)
         if self.engine not in ("", engine.name):

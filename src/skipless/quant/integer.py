@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from skipless.errors import UserError
