@@ -32,8 +32,8 @@ from skipless.config import ConnectionConfig, ModelConfig
 from skipless.decoding import fuse
 from skipless.model import Transformer
 from skipless.quant import integer_layers, quantize, to_integer
-from skipless.quant.building import supported_levels
-from skipless.quant.integer import integer_state
+from skipless.quant.integers.building import supported_levels
+from skipless.quant.integers.layers import integer_state
 
 PROMPT = 64
 
@@ -133,7 +133,7 @@ def onnx_graph(model: Transformer, capacity: int) -> bytes:
         return [f"{name}.q", f"{name}.s", f"{name}.z"]
 
     def linear(codes: list[str], module, name: str) -> str:
-        from skipless.quant.packing import unpack_panels
+        from skipless.quant.integers.packing import unpack_panels
 
         own = integer_state(module)
         problem, prepared = own.prepared.problem, own.prepared
@@ -209,7 +209,7 @@ def onnx_graph(model: Transformer, capacity: int) -> bytes:
 
 
 def _kernel(own) -> Any:
-    from skipless.quant.engines import ENGINES
+    from skipless.quant.integers.engines import ENGINES
 
     return ENGINES[own.engine]
 

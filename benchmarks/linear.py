@@ -29,10 +29,10 @@ import time
 import torch
 from torch.nn import functional as F
 
-from skipless.quant.building import supported_levels
-from skipless.quant.codes import activation_codes
-from skipless.quant.engines import ENGINES, KernelEngine, Problem
-from skipless.quant.hardware import pick, probe, table
+from skipless.quant.integers.building import supported_levels
+from skipless.quant.integers.codes import activation_codes
+from skipless.quant.integers.engines import ENGINES, KernelEngine, Problem
+from skipless.quant.integers.hardware import pick, probe, table
 
 SHAPES = ((768, 3072), (3072, 768))
 SCHEMES = ((8, 8), (8, 12), (4, 8))

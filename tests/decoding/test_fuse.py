@@ -18,8 +18,8 @@ from skipless.decoding.blocks import FusedBlock
 from skipless.errors import UserError
 from skipless.model import Block, KeyValueCache, Transformer
 from skipless.quant import from_integer, quantize, restore, to_integer
-from skipless.quant.engines import ENGINES
-from skipless.quant.hardware import fastest_kernel
+from skipless.quant.integers.engines import ENGINES
+from skipless.quant.integers.hardware import fastest_kernel
 
 pytestmark = pytest.mark.skipif(fastest_kernel() is None, reason="needs a C++ compiler")
 IDS = torch.randint(61, (3, 5), generator=torch.Generator().manual_seed(0))

@@ -7,7 +7,7 @@ import torch
 
 from skipless.diagnose.remedies import choose_remedy, token_ratio, try_remedies
 from skipless.quant import Scheme, fake_quantize
-from skipless.quant.rotation import hadamard, rotation
+from skipless.quant.transforms.rotation import hadamard, rotation
 
 WIDTHS = (1, 2, 7, 12, 20, 28, 36, 48, 64, 200, 320, 384, 576, 768, 1536)
 

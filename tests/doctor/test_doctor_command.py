@@ -89,8 +89,8 @@ def test_a_model_folder(llama, capsys):
 
 
 def test_hardware_alone_prints_the_engines(capsys, monkeypatch):
-    from skipless.quant import hardware
-    from skipless.quant.engines import KernelEngine
+    from skipless.quant.integers import hardware
+    from skipless.quant.integers.engines import KernelEngine
 
     # Without the C++ kernels, whose building takes a minute; tests/quant probes them too.
     kept = {n: e for n, e in hardware.ENGINES.items() if not isinstance(e, KernelEngine)}

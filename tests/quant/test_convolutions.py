@@ -21,7 +21,7 @@ from skipless.quant import (
     restore,
     to_integer,
 )
-from skipless.quant.hardware import probe
+from skipless.quant.integers.hardware import probe
 
 ALL = ["W4A8", "W4A6-w:channel-a:token", "W3A8-asym", "W4A8-w:g4", "W4Afp-clip:mse"]
 

@@ -20,7 +20,7 @@ from skipless.quant import (
     to_integer,
     train_quantized,
 )
-from skipless.quant.hardware import probe
+from skipless.quant.integers.hardware import probe
 
 
 def stack(seed: int = 0, width: int = 16) -> nn.Sequential:
@@ -61,8 +61,8 @@ def test_inputs_of_another_width_or_kind_are_refused(net, engine, scheme):
 
 @pytest.mark.parametrize("engine", [e for e in USABLE if e in ("vnni", "avx2", "plain")])
 def test_the_kernel_itself_refuses_rows_of_another_width(net, engine):
-    from skipless.quant.engines import ENGINES
-    from skipless.quant.integer import integer_state
+    from skipless.quant.integers.engines import ENGINES
+    from skipless.quant.integers.layers import integer_state
 
     quantize(net, "W8A8")
     to_integer(net, engine)

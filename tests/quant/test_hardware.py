@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.quant import building, hardware
-from skipless.quant.engines import ENGINES, Engine, FloatEngine, Problem
-from skipless.quant.hardware import TOKENS, EngineReport, examine, pick, probe, table
+from skipless.quant.integers import building, hardware
+from skipless.quant.integers.engines import ENGINES, Engine, FloatEngine, Problem
+from skipless.quant.integers.hardware import TOKENS, EngineReport, examine, pick, probe, table
 
 
 class Saturating(FloatEngine):

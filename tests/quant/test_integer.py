@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.quant import codes as module
 from skipless.quant import integer_codes, paused, quantization, quantize, restore
-from skipless.quant.codes import activation_codes
-from skipless.quant.engines import ENGINES
-from skipless.quant.hardware import probe
-from skipless.quant.integer import (
+from skipless.quant.integers import codes as module
+from skipless.quant.integers.codes import activation_codes
+from skipless.quant.integers.engines import ENGINES
+from skipless.quant.integers.hardware import probe
+from skipless.quant.integers.layers import (
     IntegerLinear,
     from_integer,
     integer_layers,

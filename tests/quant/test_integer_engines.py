@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.quant import engines as module
-from skipless.quant.engines import (
+from skipless.quant.integers import engines as module
+from skipless.quant.integers.engines import (
     ENGINES,
     Problem,
     dequantize,
@@ -24,7 +24,7 @@ from skipless.quant.engines import (
     split_shift,
     sums_by_digits,
 )
-from skipless.quant.packing import (
+from skipless.quant.integers.packing import (
     pack_nibbles,
     pack_panels,
     unpack_nibbles,

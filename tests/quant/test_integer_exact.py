@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from skipless.quant import fake_quantize, integer_codes
-from skipless.quant.codes import activation_codes
-from skipless.quant.engines import ENGINES, KernelEngine, Problem
-from skipless.quant.hardware import probe, worst_case
+from skipless.quant.integers.codes import activation_codes
+from skipless.quant.integers.engines import ENGINES, KernelEngine, Problem
+from skipless.quant.integers.hardware import probe, worst_case
 from skipless.train import load_run
 
 WIDTHS = list(itertools.product((2, 3, 4, 6, 8), (4, 6, 8, 10, 12)))

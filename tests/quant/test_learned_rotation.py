@@ -12,7 +12,7 @@ from torch import nn
 from skipless.errors import UserError
 from skipless.quant import paused, quantization, quantize, quantized, restore
 from skipless.quant.methods import learned_rotation, method_name, parse_methods
-from skipless.quant.orthogonal import Orthogonal, cayley, turn_columns
+from skipless.quant.transforms.orthogonal import Orthogonal, cayley, turn_columns
 
 LEARNED = "rotation:learned,steps=4"
 

@@ -15,7 +15,7 @@ from skipless.evaluate import precision_table, sensitivity
 from skipless.measure import quantize_run
 from skipless.quant import METHODS, paused, quantization, quantize, restore
 from skipless.quant.calibrate import evaluation_mode, run_batch
-from skipless.quant.sources import all_outputs
+from skipless.quant.transforms.sources import all_outputs
 from skipless.rundir import RunDir
 from skipless.train import load_run
 

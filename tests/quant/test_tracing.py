@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from skipless.quant import paused, quantize, restore
-from skipless.quant.sources import find_source, rotates_in_blocks
-from skipless.quant.tracing import read_groups
+from skipless.quant.transforms.sources import find_source, rotates_in_blocks
+from skipless.quant.transforms.tracing import read_groups
 
 from .foreign_models import FAMILIES, gpt2, whisper
 
@@ -68,7 +68,7 @@ def test_families(make, ids):
 
     def outputs():
         from skipless.quant.calibrate import run_batch
-        from skipless.quant.sources import all_outputs
+        from skipless.quant.transforms.sources import all_outputs
 
         with torch.no_grad():
             return all_outputs(run_batch(model, batch))

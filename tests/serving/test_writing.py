@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skipless.errors import UserError
-from skipless.quant.hardware import fastest_kernel
+from skipless.quant.integers.hardware import fastest_kernel
 from skipless.serving import Settings, open_writer, write
 
 PROMPT = "the king said lord"

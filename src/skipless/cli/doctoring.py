@@ -76,7 +76,7 @@ def doctor(
         answer["heatmap"] = str(path)
         lines += ["", str(path)]
     if hardware:
-        from skipless.quant.hardware import probe, table
+        from skipless.quant.integers.hardware import probe, table
 
         rows = table(probe(device))
         answer["hardware"] = rows

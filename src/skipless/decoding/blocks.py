@@ -14,7 +14,7 @@ from skipless.decoding.state import BlockState
 from skipless.model import Block
 from skipless.model.cache import KeyValueCache
 from skipless.model.context import ForwardContext
-from skipless.quant.fused import run_attention, run_mlp
+from skipless.quant.integers.fused import run_attention, run_mlp
 
 STATE = "_skipless_fused"
 

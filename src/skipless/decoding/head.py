@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from skipless.quant.fused import dense
+from skipless.quant.integers.fused import dense
 
 MOST_ROWS = 4  # beyond, torch's product reads the weight no oftener
 

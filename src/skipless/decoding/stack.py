@@ -17,7 +17,7 @@ from skipless.model import connections as kinds
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
 from skipless.model.context import ForwardContext
-from skipless.quant.fused import StackStep
+from skipless.quant.integers.fused import StackStep
 
 Weight = float | Tensor
 

@@ -18,7 +18,7 @@ from skipless.model.mlp import MLP
 from skipless.model.norms import RMSNorm
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization
-from skipless.quant.fused import Step, attention_step, mlp_step, store_of
+from skipless.quant.integers.fused import Step, attention_step, mlp_step, store_of
 from skipless.quant.kvcache import PackedStore, PackedTensor
 
 

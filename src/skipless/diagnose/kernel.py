@@ -22,7 +22,7 @@ from skipless.errors import UserError
 from skipless.files import atomic_path
 from skipless.locking import locked
 from skipless.probes.outliers import Fused
-from skipless.quant.building import find_compiler, supported_levels
+from skipless.quant.integers.building import find_compiler, supported_levels
 
 SOURCE = Path(__file__).parent / "kernels" / "sums.cpp"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from skipless.probes.outliers import decibels
 from skipless.quant import Scheme, fake_quantize, gaussian_clip, quantize_weight
-from skipless.quant.rotation import rotation
+from skipless.quant.transforms.rotation import rotation
 
 WORTH_DB = 3.0
 """A remedy that gives less is none."""

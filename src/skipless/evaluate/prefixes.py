@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from skipless.quant import quantization
-from skipless.quant.sources import all_outputs
+from skipless.quant.transforms.sources import all_outputs
 from skipless.sites import block_names
 
 KEPT_BYTES = 2**31

@@ -163,7 +163,7 @@ class ActivationQuantizer:
         granularity = self.granularity if self._dims is None else f"example of {self._dims}"
         self._key: tuple = (self.bits, granularity, self.symmetric, self.clip, self._kept)
         self.is_integer = False
-        """The site's linear layer makes the codes itself (`quant.integer`)."""
+        """The site's linear layer makes the codes itself (`quant.integers`)."""
 
     @property
     def key(self) -> tuple:

@@ -29,7 +29,7 @@ from skipless.quant.methods import Method, method_name, needs_data, parse_method
 from skipless.quant.record import Quantization, check_free, find_untouched, quantization
 from skipless.quant.scheme import Scheme
 from skipless.quant.targets import ActivationTarget, find_targets
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
 from skipless.quant.weights import round_weight
 from skipless.sites import ChoosesImplementation, chooses_implementation
 

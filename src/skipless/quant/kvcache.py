@@ -12,7 +12,7 @@ those of the simulation: the tokens of one forward pass are rounded together, on
 `pack_cache(model)` lets a model that was quantised with -KV (or in scope `all`) keep its cache in
 this form: what the hooks on its keys and values round is handed on as codes. A model takes part by
 asking `new_store(layer, "key" | "value")` for the place to keep them, as ours does. `PackedTensor`
-serves other caches too (`skipless.hf.QuantizedCache`). Read by `quant.integer`.
+serves other caches too (`skipless.hf.QuantizedCache`). Read by `quant.integers`.
 """
 
 from __future__ import annotations

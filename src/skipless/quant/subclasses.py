@@ -2,7 +2,7 @@
 
 Such a layer keeps its place, parameters, hooks and its class's name, by which transformers' Conv1D
 is recognised. A class made at run time has no name that pickle could look up, so an object says
-instead from which two classes it was made. Read by `quant.integer` and `quant.training`.
+instead from which two classes it was made. Read by `quant.integers` and `quant.training`.
 """
 
 from __future__ import annotations

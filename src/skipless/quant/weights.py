@@ -1,6 +1,6 @@
 """One quantised parameter: what it was, what it is, and its integer codes (Q1).
 
-Read by `quant.apply`, by the methods that choose codes (`gptq`, `codebook`) and by `quant.integer`.
+Read by `quant.apply`, the methods that choose codes (`gptq`, `codebook`) and `quant.integers`.
 """
 
 from __future__ import annotations

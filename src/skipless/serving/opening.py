@@ -1,7 +1,7 @@
 """A model to write with: found by name, quantised, on the fastest engine that fits.
 
     fused       our models on integers, some C++ calls a token (skipless.decoding)
-    integers    linear layers on integers, the rest by torch (skipless.quant.integer)
+    integers    linear layers on integers, the rest by torch (skipless.quant.integers.layers)
     simulated   rounded values in floating point
     full        as it is
 

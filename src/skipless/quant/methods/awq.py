@@ -6,7 +6,7 @@
 2. for each a in 0, 0.05, ..., 1: round W diag(s), and x / s too if the scheme rounds activations,
    and compare the layers' outputs with the exact ones; the least squared error wins (a = 0 leaves
    the group as it is, so that the output error on these tokens never grows)
-3. the scales are applied as in `quant.smooth`
+3. the scales are applied as in `smooth`
 
 Source: arXiv 2306.00978. Differences to its code: the error is that of the linear layers which read
 the tensor, not of a whole attention block, so that nothing has to be known about blocks; clips are
@@ -24,8 +24,8 @@ from torch import Tensor
 from skipless.jsonable import Config
 from skipless.quant.fake import fake_quantize
 from skipless.quant.scheme import Scheme
-from skipless.quant.tracing import Group
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
+from skipless.quant.transforms.tracing import Group
 from skipless.quant.weights import quantize_weight
 
 KEPT = 512

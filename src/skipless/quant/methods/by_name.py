@@ -32,7 +32,7 @@ from skipless.quant.methods.learned_rotation import LearnedRotation
 from skipless.quant.methods.outliers import Outliers
 from skipless.quant.methods.smooth import Smooth
 from skipless.quant.methods.stream import StreamRotation
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
 from skipless.quant.weights import QuantizedWeight
 
 

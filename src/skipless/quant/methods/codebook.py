@@ -24,7 +24,7 @@ from torch import Tensor
 
 from skipless.errors import UserError
 from skipless.jsonable import Config
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
 from skipless.quant.weights import QuantizedWeight
 
 ITERATIONS = 30

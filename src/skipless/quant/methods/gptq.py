@@ -34,8 +34,8 @@ from skipless.errors import UserError
 from skipless.jsonable import Config
 from skipless.quant.fake import Codes, grid
 from skipless.quant.scheme import Scheme
-from skipless.quant.tracing import Group
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
+from skipless.quant.transforms.tracing import Group
 from skipless.quant.weights import QuantizedWeight
 
 BLOCK = 128

@@ -11,7 +11,7 @@ nothing is shared between layers.
    O and costs nothing when the model runs.
 2. everything else: x R is computed when the model runs, W R beforehand. Widths 2^k times 1, 12, 20,
    28 or 36 have a Hadamard matrix here and take about n (P + m) multiplications; others are rotated
-   in blocks (`quant.rotation`).
+   in blocks (`transforms.rotation`).
 
 Sources: arXiv 2404.00456 (QuaRot's online rotations), 2307.13304. QuaRot keeps most rotations in
 the residual stream, for free; that is the method `stream`, which composes with this one (what it
@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from skipless.jsonable import Config
-from skipless.quant.rotation import Rotate, rotation
-from skipless.quant.sources import Source
-from skipless.quant.tracing import Group
-from skipless.quant.transforms import Session, wide
+from skipless.quant.transforms.rotation import Rotate, rotation
+from skipless.quant.transforms.session import Session, wide
+from skipless.quant.transforms.sources import Source
+from skipless.quant.transforms.tracing import Group
 from skipless.sites import bias_of
 
 

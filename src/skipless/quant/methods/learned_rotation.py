@@ -9,7 +9,7 @@ rounding of this model, at this scheme, costs least.
 1. V under O, by heads, as in `hadamard`; the stream as in `stream`, if the model bears it. Every
    other tensor is rotated by a fixed Hadamard matrix when the model runs, as in `hadamard`
    (`offline` leaves them alone)
-2. R = R0 Cayley(A) (`quant.orthogonal`), R0 Hadamard with signs drawn by `seed`, A = 0
+2. R = R0 Cayley(A) (`transforms.orthogonal`), R0 Hadamard with signs drawn by `seed`, A = 0
 3. `steps` of Adam on A through the calibration batches in turn: rotate the weights, round them and
    the activations, gradients straight through the rounding (Q3); the learning rate falls to 0.
    `lr` is about the angle in radians by which a step may turn
@@ -39,11 +39,11 @@ from skipless.jsonable import Config
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.methods.hadamard import rotate_online
-from skipless.quant.orthogonal import Orthogonal
-from skipless.quant.sources import all_outputs, nearly_equal
-from skipless.quant.streams import Stream, find_stream
-from skipless.quant.transforms import Session
-from skipless.quant.turning import Plan, TurnedLayer, run_with, turning
+from skipless.quant.transforms.orthogonal import Orthogonal
+from skipless.quant.transforms.session import Session
+from skipless.quant.transforms.sources import all_outputs, nearly_equal
+from skipless.quant.transforms.streams import Stream, find_stream
+from skipless.quant.transforms.turning import Plan, TurnedLayer, run_with, turning
 from skipless.quant.weights import quantize_weight
 
 

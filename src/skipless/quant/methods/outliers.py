@@ -24,8 +24,8 @@ from torch import Tensor
 
 from skipless.errors import UserError
 from skipless.jsonable import Config
-from skipless.quant.tracing import Group
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
+from skipless.quant.transforms.tracing import Group
 
 
 @dataclass(frozen=True, kw_only=True)

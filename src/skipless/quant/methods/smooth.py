@@ -6,7 +6,7 @@
 2. s_j from it and the largest weight that meets the channel in any layer that reads the tensor
    (a = 0.5 shares evenly; 1 moves everything into the weights, 0 everything out of them);
    1 where either is zero, so that a dead channel keeps its weights
-3. 1/s goes into the module in front where that is proved (`quant.sources`), else to a hook
+3. 1/s goes into the module in front where that is proved (`transforms.sources`), else to a hook
 
 Full-precision outputs stay the same up to rounding. Source: arXiv 2211.10438. Libraries fold into
 norms whose names they know, and only for q, k, v and up; here any norm, V under O, or up under
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from skipless.errors import UserError
 from skipless.jsonable import Config
-from skipless.quant.tracing import Group
-from skipless.quant.transforms import Session
+from skipless.quant.transforms.session import Session
+from skipless.quant.transforms.tracing import Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,10 +26,10 @@ from typing import ClassVar
 from skipless.errors import UserError
 from skipless.jsonable import Config
 from skipless.quant.calibrate import evaluation_mode, run_batch
-from skipless.quant.rotation import Rotate
-from skipless.quant.sources import all_outputs, nearly_equal
-from skipless.quant.streams import find_stream, leave
-from skipless.quant.transforms import Session, wide
+from skipless.quant.transforms.rotation import Rotate
+from skipless.quant.transforms.session import Session, wide
+from skipless.quant.transforms.sources import all_outputs, nearly_equal
+from skipless.quant.transforms.streams import find_stream, leave
 from skipless.sites import bias_of
 
 

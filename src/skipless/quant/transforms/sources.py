@@ -2,7 +2,7 @@
 
 A factor in front of a layer is free if a module before it can carry it: the norm in front, or a
 linear layer with only elementwise functions or the mixing of tokens between (up -> down, V -> O).
-`find_source` takes the candidates of a group (`quant.tracing`) and *tests* each: its output is
+`find_source` takes the candidates of a group (`transforms.tracing`) and *tests* each: its output is
 multiplied by random positive factors c. If the readers' input then is the old one times c, and the
 model's outputs are the old ones once the readers divide by c, the fold is exact: GELU fails, ReLU
 and the ungated half of SwiGLU pass, as does a norm whose only readers these are; a norm that is
@@ -11,7 +11,7 @@ repeat heads, and fused projections hold V in a slice.
 
 The test is a proof on one batch, not for all inputs: a branch that this batch does not take is not
 seen. Layers that run more than once in a pass, or share their weight, are never folded.
-Read by `quant.transforms`.
+Read by `transforms.session`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.quant.calibrate import evaluation_mode, run_batch
-from skipless.quant.tracing import Group, rows_of
+from skipless.quant.transforms.tracing import Group, rows_of
 from skipless.sites import first_tensor, is_linear, linear_widths
 
 

@@ -12,7 +12,7 @@ compared with int64 sums:
     unavailable  cannot run here; the reason is told
 
 `probe()` gives a table, once per process and device; `pick` chooses among the exact ones by
-measured time. Never a saturating or wrong one. Equation Q4. Read by `quant.integer`.
+measured time. Never a saturating or wrong one. Equation Q4. Read by `quant.integers`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError, check_choice
-from skipless.quant.building import find_compiler, tell_once
-from skipless.quant.engines import ENGINES, Engine, KernelEngine, Problem
+from skipless.quant.integers.building import find_compiler, tell_once
+from skipless.quant.integers.engines import ENGINES, Engine, KernelEngine, Problem
 
 WIDTHS = ((8, 8), (8, 12), (4, 8), (8, 16), (16, 16))
 """Weight and activation bits that are tried; an engine sits out what it refuses."""

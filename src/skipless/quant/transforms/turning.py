@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from skipless.quant.calibrate import run_batch
-from skipless.quant.changes import InputChange
 from skipless.quant.fake import fake_quantize
-from skipless.quant.orthogonal import Orthogonal, turn_columns
-from skipless.quant.streams import Stream, leave
-from skipless.quant.transforms import Session, wide
+from skipless.quant.transforms.changes import InputChange
+from skipless.quant.transforms.orthogonal import Orthogonal, turn_columns
+from skipless.quant.transforms.session import Session, wide
+from skipless.quant.transforms.streams import Stream, leave
 from skipless.sites import bias_of, weight_of
 
 

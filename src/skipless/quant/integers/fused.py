@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.quant import building
 from skipless.quant.activations import ActivationQuantizer
-from skipless.quant.executing import in_panels
-from skipless.quant.hardware import fastest_kernel
-from skipless.quant.integer import integer_state
+from skipless.quant.integers import building
+from skipless.quant.integers.executing import in_panels
+from skipless.quant.integers.hardware import fastest_kernel
+from skipless.quant.integers.layers import integer_state
 from skipless.quant.kvcache import PackedTensor
 from skipless.sites import bias_of
 

@@ -2,8 +2,8 @@
 
 Layers that read the same tensor (q, k and v; gate and up) have to be scaled or rotated together.
 Tensors are told apart by the memory they lie in (a view or a dropout that does nothing keeps it)
-and are held until the pass is over, so that no two share it. `quant.sources` then tests where a
-group's tensor comes from. Read by `quant.transforms`.
+and are held until the pass is over, so that no two share it. `sources` then tests where a
+group's tensor comes from. Read by `transforms.session`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A linear layer multiplies the codes of its input [..., in] with those of its weight. A convolution
 first lays out the patches under its kernel, codes that are zero in the padding, and is then the
-same product with one row a position. Made by `quant.integer`.
+same product with one row a position. Made by `quant.integers`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
-from skipless.quant.codes import given_step, site_codes
 from skipless.quant.convolutions import by_example
-from skipless.quant.engines import ENGINES, Engine, KernelEngine, Prepared, Problem
 from skipless.quant.fake import Codes, simulate
-from skipless.quant.hardware import fastest_kernel
+from skipless.quant.integers.codes import given_step, site_codes
+from skipless.quant.integers.engines import ENGINES, Engine, KernelEngine, Prepared, Problem
+from skipless.quant.integers.hardware import fastest_kernel
 from skipless.quant.subclasses import Replaced, named
 from skipless.quant.weights import QuantizedWeight
 from skipless.sites import bias_of

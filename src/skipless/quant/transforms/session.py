@@ -5,8 +5,8 @@ one tensor, for their values on the calibration batches, and to scale or rotate 
 
     y = W x = (W diag(s)) (x / s) = (W R) (R^T x)
 
-The right half goes into the module in front where tracing proves that it may (`quant.sources`),
-else into a hook that changes the input of the layers. Both can be undone: `quant.changes` keeps the
+The right half goes into the module in front where tracing proves that it may (`sources`),
+else into a hook that changes the input of the layers. Both can be undone: `changes` keeps the
 original tensors themselves, so that `restore` brings them back bit for bit. Read by `quant.apply`.
 """
 
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.quant.calibrate import evaluation_mode, run_batch
-from skipless.quant.changes import Changes, Divide, InputChange
-from skipless.quant.sources import Source, find_source, rotates_in_blocks
 from skipless.quant.targets import ActivationTarget, WeightTarget
-from skipless.quant.tracing import Group, read_groups, rows_of, small_batch
+from skipless.quant.transforms.changes import Changes, Divide, InputChange
+from skipless.quant.transforms.sources import Source, find_source, rotates_in_blocks
+from skipless.quant.transforms.tracing import Group, read_groups, rows_of, small_batch
 from skipless.sites import bias_of, first_tensor, is_linear, weight_of
 
 

@@ -14,7 +14,7 @@ Quads: four inputs side by side, unsigned by an offset of 128, nibbles by 8:
     nibbles   [panel][8 inputs][column 0..15][k .. k+3]       64 bytes; low half of a byte input k,
               high half k+4
 
-Rows and columns that fill up the last group and panel are zero. Read by `quant.engines`.
+Rows and columns that fill up the last group and panel are zero. Read by `integers.engines`.
 """
 
 from __future__ import annotations

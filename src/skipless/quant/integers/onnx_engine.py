@@ -3,8 +3,8 @@
 One MatMulInteger a layer, from activations as unsigned bytes (code + 128, zero point 128). Its
 8-bit kernels for unsigned activations and SIGNED weights sum pairs in 16 bits on processors without
 VNNI, which saturates; unsigned by unsigned does not. So weights are signed only where the processor
-has VNNI. `quant.hardware` runs worst-case codes through it all the same, and a saturating build is
-never used. Graphs are made by hand from the `onnx` package. Read by `quant.engines`.
+has VNNI. `hardware` runs worst-case codes through it all the same, and a saturating build is
+never used. Graphs are made by hand from the `onnx` package. Read by `integers.engines`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.quant.building import supported_levels
-from skipless.quant.products import INT32_EXACT, Engine, Prepared, Problem
+from skipless.quant.integers.building import supported_levels
+from skipless.quant.integers.products import INT32_EXACT, Engine, Prepared, Problem
 
 ZERO = 128  # the zero point of unsigned codes
 

@@ -1,6 +1,6 @@
 """Codes of activations for integer layers (Q1, Q4): one C++ call where it applies, else torch.
 
-The same codes as `fake.integer_codes`. Read by `quant.integer`.
+The same codes as `fake.integer_codes`. Read by `quant.integers`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.fake import quantizer
-from skipless.quant.hardware import fastest_kernel
+from skipless.quant.integers.hardware import fastest_kernel
 
 
 def site_codes(

@@ -20,7 +20,7 @@
 
 namespace skipless {
 
-// The layouts of these four are repeated in quant/fused.py.
+// The layouts of these four are repeated in integers/fused.py.
 struct Linear {
   const int8_t* w;
   const float* column_scale;

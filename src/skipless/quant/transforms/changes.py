@@ -1,7 +1,7 @@
 """What a method does to a model besides rounding, in a form that can be undone.
 
 `Changes` holds the original tensors of parameters that were scaled or rotated; `InputChange` is the
-hook by which layers get x / s or x R instead of x. Read by `quant.transforms` and `quant.apply`.
+hook by which layers get x / s or x R instead of x. Read by `transforms.session` and `quant.apply`.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
 from skipless.quant.convolutions import is_convolution
-from skipless.quant.engines import Problem
-from skipless.quant.executing import (
+from skipless.quant.integers.engines import Problem
+from skipless.quant.integers.executing import (
     STATE,
     Executed,
     Executing,
@@ -41,7 +41,7 @@ from skipless.quant.executing import (
     integer_state,
     packed,
 )
-from skipless.quant.hardware import pick
+from skipless.quant.integers.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
 from skipless.quant.subclasses import combined

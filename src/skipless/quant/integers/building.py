@@ -9,7 +9,7 @@ A library is kept in $SKIPLESS_CACHE/kernels (default ~/.cache/skipless) under a
 sources, the flags and the compiler's version, so that a changed kernel or another machine on the
 same home folder gets its own. It is written under a temporary name and renamed; of two processes
 one compiles while the other waits. The compiler is $CXX, else c++, g++ or clang++. Plain C calls
-through ctypes, so that no torch header is read: a few seconds a level. Read by `quant.engines`.
+through ctypes, so that no torch header is read: a few seconds a level. Read by `integers.engines`.
 """
 
 from __future__ import annotations

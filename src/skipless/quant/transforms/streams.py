@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.quant.replacing import replace_first
-from skipless.quant.tracing import Group, is_norm, read_groups
-from skipless.quant.transforms import gain_offset, wide
+from skipless.quant.transforms.session import gain_offset, wide
+from skipless.quant.transforms.tracing import Group, is_norm, read_groups
 from skipless.sites import bias_of, block_names, linear_widths, weight_of
 
 

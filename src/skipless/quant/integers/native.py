@@ -3,7 +3,7 @@
 Weights are packed in one of two forms (`packing`): pairs for 16-bit products, quads for the 8-bit
 ones of a processor with AVX512-VNNI and activations of at most 8 bits. `linear` starts from codes,
 `from_floats` from a float32 activation, whose codes are made in the same call. Read by
-`quant.engines`.
+`integers.engines`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skipless.errors import UserError
-from skipless.quant import building
-from skipless.quant.packing import COLUMNS, group_size, pack_panels
-from skipless.quant.products import INT32_EXACT, Engine, Prepared, Problem
+from skipless.quant.integers import building
+from skipless.quant.integers.packing import COLUMNS, group_size, pack_panels
+from skipless.quant.integers.products import INT32_EXACT, Engine, Prepared, Problem
 
 
 class KernelEngine(Engine):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skipless.quant.rotation import nearest_orthogonal, rotation
+from skipless.quant.transforms.rotation import nearest_orthogonal, rotation
 
 
 def cayley(skew: Tensor) -> Tensor:

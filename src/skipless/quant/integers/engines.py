@@ -18,7 +18,7 @@ the cheapest product that is exact:
 
 TF32 and bfloat16 shortcuts for float32 products are not exact, so where they are switched on rule
 3 is used. Whatever the engine, `dequantize` ends it: y = (s_a s_w) sum + b in float32, each step
-rounded by itself. Which engine is right and fast on this machine is measured in `quant.hardware`.
+rounded by itself. Which engine is right and fast on this machine is measured in `hardware`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from skipless.quant import building
-from skipless.quant.native import KernelEngine
-from skipless.quant.onnx_engine import OnnxRuntimeEngine
-from skipless.quant.products import (
+from skipless.quant.integers import building
+from skipless.quant.integers.native import KernelEngine
+from skipless.quant.integers.onnx_engine import OnnxRuntimeEngine
+from skipless.quant.integers.products import (
     FLOAT32_EXACT,
     FLOAT64_EXACT,
     INT32_EXACT,

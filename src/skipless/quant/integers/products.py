@@ -1,8 +1,8 @@
 """What every engine of integer products shares: sizes, packed weights, the last step (Q4).
 
 `Problem` is the size of a product and its widths, `Prepared` the weights as one engine wants them,
-`Engine` what `quant.integer` calls, `dequantize` how each ends. Read by `quant.engines`, which
-lists the engines, and `quant.native`.
+`Engine` what `quant.integers` calls, `dequantize` how each ends. Read by `integers.engines`, which
+lists the engines, and `integers.native`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Prepared:
 
 
 class Engine:
-    """What `quant.integer` calls. `linear` and `sums` take int16 codes [tokens, in]."""
+    """What `quant.integers` calls. `linear` and `sums` take int16 codes [tokens, in]."""
 
     name = ""
 
