@@ -22,6 +22,14 @@ def test_loss_and_gradient_equal_torch(num_rows):
     assert torch.equal(ours.grad[0], torch.zeros(50)) or labels[0] != -100
 
 
+def test_rows_of_which_none_is_asked_get_no_gradient():
+    for loss in (cross_entropy, F.cross_entropy):
+        logits = torch.randn(3, 9, requires_grad=True)
+        found = loss(logits, torch.full((3,), -100))
+        (0 * found).backward()
+        assert found.isnan() and torch.equal(logits.grad, torch.zeros(3, 9))
+
+
 def test_logits_keep_their_values_and_low_precision_goes_through():
     logits = torch.randn(8, 20, dtype=torch.bfloat16, requires_grad=True)
     before, labels = logits.detach().clone(), torch.randint(20, (8,))

@@ -8,7 +8,7 @@ from torch import nn
 
 from skipless.config import ConnectionConfig, InitConfig, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
-from skipless.model import Transformer, initialize
+from skipless.model import Transformer, initialize, layout
 from skipless.model.norms import RMSNorm
 from skipless.sites import find_sites
 
@@ -212,6 +212,17 @@ class TestClassification:
         mask[0, 8:] = 0
         padded = model(IDS[:1], attention_mask=mask).logits
         torch.testing.assert_close(padded, model(IDS[:1, :8]).logits)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_long_texts_are_pooled_exactly_in_half_precision(self, causal, dtype):
+        lengths = torch.tensor([[513], [515], [3], [4097]])
+        mask = torch.arange(4100) < lengths
+        stream = torch.randn(4, 4100, 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+        wide = [row[: int(n)].double() for row, n in zip(stream, lengths, strict=True)]
+        expected = torch.stack([row[-1] if causal else row.mean(0) for row in wide])
+        found = layout.pool(stream, mask, 0, causal)
+        torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
 
     def test_one_label_is_refused(self):
         with pytest.raises(UserError, match="num_labels is 1"):

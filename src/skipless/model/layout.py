@@ -98,14 +98,19 @@ def build_context(
 
 
 def pool(stream: Tensor, attention_mask: Tensor | None, past: int, causal: bool) -> Tensor:
-    """One vector per text [B, D]: the last token of a causal model, else the mean of tokens."""
+    """One vector per text [B, D]: the last token of a causal model, else the mean of tokens.
+
+    Tokens are counted in whole numbers: bfloat16 cannot tell 513 from 512.
+    """
     if attention_mask is None:
         return stream[:, -1] if causal else stream.mean(dim=1)
-    mask = attention_mask[:, past:].to(stream.dtype)
+    mask = attention_mask[:, past:].bool()
     if causal:
         last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(dim=1)
         return stream[torch.arange(len(stream), device=stream.device), last]
-    return (stream * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    wide = torch.promote_types(stream.dtype, torch.float32)
+    total = (stream * mask[..., None]).sum(dim=1, dtype=wide)
+    return (total / mask.sum(dim=1, keepdim=True).clamp(min=1)).to(stream.dtype)
 
 
 def gains(model: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,8 @@ ROWS_AT_ONCE = 32  # so many rows of 4,096 logits are half a megabyte, which sta
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean of -log p(label) in nats over labels other than -100, float32 scalar.
 
-    `logits` [n, V], `labels` int64 [n]. NaN if every label is -100, as in torch.
+    `logits` [n, V], `labels` int64 [n]. NaN if every label is -100, with a gradient of 0, as in
+    torch.
     """
     logits = logits.float()
     if logits.requires_grad and torch.is_grad_enabled() and logits.device.type == "cpu":
@@ -43,7 +44,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         out, labels = ctx.saved_tensors
         asked = labels != IGNORED
         # d loss / d logits = (softmax - one_hot) / n in rows that are asked, 0 in the others
-        share = (asked * (gradient / asked.sum())).unsqueeze(1)
+        share = torch.where(asked, gradient / asked.sum(), 0.0).unsqueeze(1)
         for rows, part in zip(out.split(ROWS_AT_ONCE), share.split(ROWS_AT_ONCE), strict=True):
             rows.exp_().mul_(part)
         return out.scatter_add_(1, labels.clamp(min=0).unsqueeze(1), -share), None
