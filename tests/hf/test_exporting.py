@@ -13,7 +13,8 @@ from skipless.cli import main
 from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.export import load_quantized, save_quantized
-from skipless.hf.exporting import export_model, from_transformer
+from skipless.hf.converting import from_transformer, to_transformer
+from skipless.hf.exporting import export_model
 from skipless.model import Transformer
 from skipless.quant import quantize
 from skipless.surgery.reading import read_language_model, read_model
@@ -76,6 +77,12 @@ def test_a_transformer_becomes_one_of_transformers(kind):
         assert torch.equal(made(x, use_cache=False).logits, model(x).logits)
         next(model.parameters()).zero_()
         assert not torch.equal(made(x).logits, model(x).logits)  # copies, not views
+    again = to_transformer(made)
+    with torch.no_grad():
+        assert torch.equal(again(x).logits, made(x, use_cache=False).logits)
+    assert again.lm_head.weight.data_ptr() == made.lm_head.weight.data_ptr()
+    assert (again.lm_head.weight is again.embed_tokens.weight) is (kind != "none")
+    assert not again.training
     assert made.config.eos_token_id == 3
     assert (made.lm_head.weight is made.model.embed_tokens.weight) is (kind != "none")
 

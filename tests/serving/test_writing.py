@@ -106,16 +106,20 @@ def test_transformers_model_under_a_scheme(tiny_llama):
 
 
 def test_our_model_in_a_hugging_face_folder(tiny_run, cache, tmp_path):
-    """The text of the run, also where the folder brings its own code, which is not run."""
+    """The text of the run on the same engine, beyond the context too; also where the folder brings
+    its own code, which is not run."""
     from skipless.hf.exporting import export_model
 
-    plain, _ = streamed(open_writer(str(tiny_run)), max_new_tokens=10, ignore_end=True)
     export_model(tiny_run, tmp_path / "out", remote_code=True)
-    for options in ({}, {"kv_bits": 16}):
-        found, _ = streamed(
-            open_writer(str(tmp_path / "out"), **options), max_new_tokens=10, ignore_end=True
+    for options in ({}, {"kv_bits": 8}, {"scheme": "W8A8"}, {"scheme": "W4A8-KV8"}):
+        wanted, writer = (open_writer(str(name), **options) for name in (tiny_run, tmp_path / "out"))
+        assert (writer.kind, writer.engine) == (wanted.kind, wanted.engine)
+        assert writer.kind == ("fused" if "scheme" in options else "full")
+        (found, _), (plain, _) = (
+            streamed(one, max_new_tokens=30, ignore_end=True) for one in (writer, wanted)
         )
-        assert found.token_ids == plain.token_ids
+        assert (found.token_ids, found.text) == (plain.token_ids, plain.text)
+        assert found.num_prompt_tokens + 30 > writer.limit
 
 
 def test_our_folder_without_attention(tiny_llama, tmp_path):
@@ -154,12 +158,14 @@ def test_folder_of_packed_integers(tiny_run, tiny_llama, cache, tmp_path):
     """Of a run and of a Hugging Face model: the text that quantising anew gives."""
     from skipless.export import export_folder
 
-    for number, source in enumerate((tiny_run, tiny_llama)):
-        folder = tmp_path / str(number)
-        export_folder(str(source), folder, "W8A8-a:token")
+    for source, scheme in (
+        (tiny_run, "W8A8-a:token"), (tiny_llama, "W8A8-a:token"), (tiny_llama, "W4A4"),
+    ):  # fmt: skip
+        folder = tmp_path / f"{source.name}-{scheme}"
+        export_folder(str(source), folder, scheme)
         packed, _ = streamed(open_writer(str(folder)), max_new_tokens=10, ignore_end=True)
         anew, _ = streamed(
-            open_writer(str(source), scheme="W8A8-a:token"), max_new_tokens=10, ignore_end=True
+            open_writer(str(source), scheme=scheme), max_new_tokens=10, ignore_end=True
         )
         assert packed.token_ids == anew.token_ids
         with pytest.raises(UserError, match="holds integers already"):

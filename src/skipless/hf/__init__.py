@@ -6,6 +6,7 @@
 
 configuration.py  settings as config.json
 modeling.py       language model and classifier on body.py; attention.py, past.py, arguments.py
+converting.py     our decoder as a model of transformers, and back
 exporting.py      a run directory as a folder, reloaded and compared
 remote.py         our modules beside the weights, to load without the package
 training.py       optimiser and callbacks for the Trainer

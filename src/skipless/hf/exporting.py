@@ -27,17 +27,15 @@ from transformers.utils import logging
 
 from skipless.card import write_card
 from skipless.errors import UserError
-from skipless.hf.configuration import SkiplessConfig
-from skipless.hf.modeling import SkiplessForCausalLM, SkiplessForSequenceClassification
+from skipless.hf.converting import from_transformer
 from skipless.hf.remote import write_remote_code
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
-from skipless.quant import quantization
 from skipless.surgery.slimming.opening import holds_run
 from skipless.surgery.sources import find_folder
 from skipless.train import LoadedRun, load_run
 
-__all__ = ["ExportedModel", "export_model", "from_transformer", "save_run"]
+__all__ = ["ExportedModel", "export_model", "save_run"]
 
 COMPARED = 24
 """Tokens of the two texts that are compared, and as many are generated."""
@@ -106,32 +104,6 @@ def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> Export
         path=path, model=type(model).__name__, difference=difference, num_tokens=num_tokens,
         num_bytes=size,
     )  # fmt: skip
-
-
-def from_transformer(model: Transformer, **settings: Any) -> Any:
-    """`model` as transformers has it, in eval mode, with copies of its weights.
-
-    `settings` go into the config, such as eos_token_id. Raises UserError for a quantised model.
-    """
-    if quantization(model) is not None:
-        raise UserError(
-            "the model is quantised, and its rounded weights would be saved as if they were its "
-            "own; call restore(model) first, or skipless.export.save_quantized"
-        )
-    config = SkiplessConfig.from_model_config(model.config, **settings)
-    cls = SkiplessForCausalLM if model.config.num_labels is None else (
-        SkiplessForSequenceClassification
-    )  # fmt: skip
-    with torch.device("meta"):
-        made = cls(config)
-    heads = ("lm_head.", "score.")
-    weights = {
-        name if name.startswith(heads) else f"model.{name}": value.detach().clone()
-        for name, value in model.state_dict().items()
-    }
-    made.load_state_dict(weights, assign=True)
-    made.tie_weights()
-    return made.eval()
 
 
 def _check_tokenizer(made: PreTrainedTokenizerFast, own: Any) -> None:

@@ -54,7 +54,7 @@ class Writer:
         """Token ids of a prompt. Raises UserError for one that the model cannot take."""
         if not prompt:
             raise UserError("the prompt is empty; give at least one character")
-        own = getattr(self.tokenizer, "encode_chunks", None) is not None
+        own = _is_own(self.tokenizer)
         ids = self.tokenizer.encode(prompt) if own else _foreign_ids(self.tokenizer, prompt)
         if not ids:
             raise UserError(f"the prompt {prompt[:40]!r} has no token; give some text")
@@ -72,7 +72,7 @@ class Writer:
 
     def decode(self, ids: list[int]) -> str:
         """Text of token ids, special tokens left out."""
-        if isinstance(self.model, Transformer):
+        if _is_own(self.tokenizer):
             return self.tokenizer.decode(ids)
         return self.tokenizer.decode(
             ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -136,11 +136,11 @@ def open_writer(
         parsed = replace(parsed, kv_bits=None)
         writer.kv_granularity = granularity
     writer.kv_bits = kv_bits
-    if kv_bits is not None and is_ours and _rounds_cache(model):
-        raise UserError(f"{name} rounds its cache already; leave out --kv-bits {kv_bits}")
+    if kv_bits is not None and is_ours:
+        _check_cache(name, model, kv_bits)
     place = _device(device, quantised=parsed is not None or quantization(model) is not None)
     if quantization(model) is None:
-        if place.type == "cpu" and not is_ours:
+        if place.type == "cpu":
             model.float()  # half precision is far slower there
         model.to(place)
     if parsed is not None:
@@ -167,6 +167,10 @@ def _open_plain(name: str, scheme: Scheme | None) -> tuple[Writer, Callable[[], 
         batches = partial(calibration_batches, run)
     tokenizer = subject.tokenizer if run is None else run.tokenizer
     writer = _writer(name, subject.model, tokenizer, subject.limit)
+    if type(writer.model).__name__ == "SkiplessForCausalLM":  # transformers may not be installed
+        from skipless.hf.converting import to_transformer
+
+        writer.model = to_transformer(writer.model)  # which fused steps know
     return writer, batches
 
 
@@ -234,11 +238,16 @@ def _start(model: Any, engine: str, place: torch.device) -> tuple[str, str]:
     return "fused", f"{name} on integers ({engines}), fused: few C++ calls a token"
 
 
-def _rounds_cache(model: Any) -> bool:
+def _check_cache(name: str, model: Transformer, kv_bits: int) -> None:
+    """Raise UserError where no cache can be rounded beside the model."""
+    if all(block.self_attn is None for block in model.blocks):
+        raise UserError(
+            f"no layer of {name} has attention, so a cache has nothing to keep; leave out "
+            f"--kv-bits {kv_bits}"
+        )
     record = quantization(model)
-    return record is not None and any(
-        site.site.kind in ("key", "value") for site in record.activations
-    )
+    if record is not None and any(s.site.kind in ("key", "value") for s in record.activations):
+        raise UserError(f"{name} rounds its cache already; leave out --kv-bits {kv_bits}")
 
 
 def _device(name: str, *, quantised: bool) -> torch.device:
@@ -260,7 +269,14 @@ def _check_ours(name: str, model: Transformer) -> None:
 def _check_foreign(name: str, model: Any) -> None:
     from skipless.surgery.reading import no_next_token
 
-    reason = no_next_token(model)
+    record = quantization(model)
+    if record is not None:  # a range that all tokens share would let the last move those before it
+        record.state.mode = "off"
+    try:
+        reason = no_next_token(model)
+    finally:
+        if record is not None:
+            record.state.mode = "quantize"
     if reason:
         raise UserError(f"{name} is no causal language model: {reason}")
 
@@ -272,6 +288,11 @@ def _is_packed(folder: Path) -> bool:
         return config["quantization_config"]["quant_method"] == METHOD
     except (UserError, KeyError, TypeError):
         return False
+
+
+def _is_own(tokenizer: Any) -> bool:
+    """Whether a tokenizer is ours: one of Hugging Face's may serve a model of ours."""
+    return hasattr(tokenizer, "encode_chunks")
 
 
 def _foreign_ids(tokenizer: Any, prompt: str) -> list[int]:

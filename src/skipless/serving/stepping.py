@@ -74,8 +74,8 @@ class OwnSteps:
 
     @property
     def num_bytes(self) -> int | None:
-        """What the cache takes, room to grow included; None without one."""
-        return None if self._cache is None else self._cache.num_bytes
+        """What the cache takes, room to grow included; None where nothing is kept."""
+        return None if self._cache is None else self._cache.num_bytes or None
 
 
 class ForeignSteps:
