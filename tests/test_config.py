@@ -21,6 +21,7 @@ from skipless.config import (
     ModelConfig,
     OptimizerRecipe,
     RunConfig,
+    TemperatureConfig,
     TrainConfig,
     UniversalConfig,
 )
@@ -238,6 +239,18 @@ def test_every_recipe_read_from_its_own_file_stands():
         lambda: RunConfig(model=ModelConfig(connection=ConnectionConfig(kind="fixed"))),
         lambda: ConnectionOverride(connection=ConnectionConfig(), layers=()),
         lambda: ConnectionOverride(connection=ConnectionConfig(), layers=(0, 0)),
+        lambda: ConnectionOverride(connection=ConnectionConfig(), sublayer="mpl"),
+        lambda: ModelConfig(position="rotary"),
+        lambda: ModelConfig(norm_placement="Pre"),
+        lambda: ModelConfig(causal="no"),
+        lambda: InitConfig(mlp="sou"),
+        lambda: TemperatureConfig(kind="learned"),
+        lambda: TrainConfig(precision="fp16"),
+        lambda: TrainConfig(mirrors=("wandb",)),
+        lambda: OptimizerRecipe(muon_scale="spectrum"),
+        lambda: ConnectionConfig(kind="rezero", granularity="channels"),
+        lambda: UniversalConfig(gate="static"),
+        lambda: UniversalConfig(rank=1.5),
     ],
 )
 def test_settings_made_in_python_are_checked_too(make):
@@ -313,6 +326,11 @@ def test_settings_are_checked_without_torch():
 
 def test_numbers_may_be_written_with_an_exponent():
     assert override(RunConfig(), {"train.num_tokens": "5e6"}).train.num_tokens == 5_000_000
+
+
+def test_a_keyword_of_the_class_is_no_setting():
+    with pytest.raises(UserError, match="unknown setting rules"):
+        InitConfig.from_dict({"rules": []})
 
 
 def test_unknown_json_keys_are_errors():

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 
 from skipless import unread
 from skipless.errors import UserError, check_choice
+from skipless.jsonable import check_named
 from skipless.scheme import Scheme, TrainingPlan
 
 CONNECTION_KINDS = (
@@ -36,6 +37,7 @@ def check_connection(config: Any) -> None:
 
 def check_connection_ranges(config: Any) -> None:
     """The same, but for settings that the kind does not read."""
+    check_named("connection", config)
     check_choice("connection kind", config.kind, CONNECTION_KINDS)
     real("connection", config, "a", "b", "c", "scale")
     real("connection", config, "init", or_none=True)
@@ -64,17 +66,20 @@ def check_joins(config: Any) -> None:
 
 def check_override(config: Any) -> None:
     """Every setting of `ConnectionOverride`; UserError for the first that cannot be meant."""
+    check_named("connection override", config)
     if config.layers is not None:
         some("connection override", config, "layers")
 
 
 def check_temperature(config: Any) -> None:
     """Every setting of `TemperatureConfig`; UserError for the first that cannot be meant."""
+    check_named("temperature", config)
     real("temperature", config, "beta", interval="(0, inf)")  # the paper's: 1.1
 
 
 def check_init(config: Any) -> None:
     """Every setting of `InitConfig`; UserError for the first that cannot be meant."""
+    check_named("init", config)
     gains = ("a_vo", "a_qk", "a_up", "a_down")
     real("init", config, "std", *gains, interval="(0, inf)")
     real("init", config, "cs_c", "cs_a", "cs_b")
@@ -83,6 +88,7 @@ def check_init(config: Any) -> None:
 
 def check_model(config: Any) -> None:
     """Every setting of `ModelConfig`; UserError for the first that cannot be meant."""
+    check_named("model", config)
     whole("model", config, "hidden_size", "num_hidden_layers", "num_attention_heads",
           "vocab_size", "max_position_embeddings")  # fmt: skip
     whole("model", config, "num_key_value_heads", "intermediate_size", or_none=True)
@@ -114,6 +120,18 @@ def check_model(config: Any) -> None:
                 )
 
 
+def check_universal(config: Any) -> None:
+    """Every setting of `UniversalConfig`; UserError for the first that cannot be meant."""
+    check_named("universal", config)
+    whole("universal", config, "rank", "chunk_size", "sinkhorn_steps")
+    whole("universal", config, "winsor_window", low=4)
+    real("universal", config, "rho", "kappa")
+    real("universal", config, "winsor", interval="[1, inf)", or_none=True)
+    real("universal", config, "shrinkage", interval="[0, inf)")
+    real("universal", config, "sinkhorn_epsilon", interval="(0, inf)")
+    real("universal", config, "encoder_dropout", interval="[0, 1)")
+
+
 def check_data(config: Any) -> None:
     """Every setting of `DataConfig`; UserError for the first that cannot be meant."""
     some("data", config, "sources")
@@ -123,6 +141,7 @@ def check_data(config: Any) -> None:
 
 def check_optimizer(config: Any) -> None:
     """Every setting of `OptimizerRecipe`; UserError for the first that cannot be meant."""
+    check_named("optim", config)
     check_choice("optim.name", config.name, OPTIMIZERS)
     real("optim", config, "lr", interval="(0, inf)")
     real("optim", config, "adamw_lr", "gain_lr", interval="[0, inf)", or_none=True)
@@ -151,6 +170,7 @@ def check_optimizer(config: Any) -> None:
 
 def check_train(config: Any) -> None:
     """Every setting of `TrainConfig`; UserError for the first that cannot be meant."""
+    check_named("train", config)
     whole("train", config, "num_tokens", "batch_size", "sequence_length", "eval_tokens",
           "keep_checkpoints")  # fmt: skip
     whole("train", config, "warmup_steps", "eval_every", "checkpoint_every", low=0)

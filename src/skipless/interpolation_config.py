@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from skipless import unread
-from skipless.errors import UserError
+from skipless import checks, unread
 from skipless.jsonable import Config
 
 
@@ -57,21 +56,4 @@ class UniversalConfig(Config):
     rules: ClassVar[tuple[unread.Rule, ...]] = unread.UNIVERSAL
 
     def __post_init__(self) -> None:
-        for name, low in (("rank", 1), ("winsor_window", 4), ("chunk_size", 1),
-                          ("sinkhorn_steps", 1), ("shrinkage", 0)):  # fmt: skip
-            if getattr(self, name) < low:
-                raise UserError(
-                    f"universal.{name} is {getattr(self, name)}; it must be at least {low}"
-                )
-        if self.winsor is not None and not self.winsor >= 1:
-            raise UserError(
-                f"universal.winsor is {self.winsor}; it must be at least 1, or none for no limit"
-            )
-        if not self.sinkhorn_epsilon > 0:
-            raise UserError(
-                f"universal.sinkhorn_epsilon is {self.sinkhorn_epsilon}; it must be positive"
-            )
-        if not 0 <= self.encoder_dropout < 1:
-            raise UserError(
-                f"universal.encoder_dropout is {self.encoder_dropout}; it is a share in [0, 1)"
-            )
+        checks.check_universal(self)

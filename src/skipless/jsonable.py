@@ -162,9 +162,28 @@ def override(config: Any, changes: dict[str, Any]) -> Any:
     return new.describing({k: v for k, v in leaves(new).items() if v != known[k]})
 
 
+def check_named(where: str, config: Config) -> None:
+    """Raise UserError for a field of named values (`Literal`) or of True and False that has none.
+
+    `from_dict` looks at every type; this is for settings that are made in Python, where a misspelt
+    word would be one more value that no branch asks for.
+    """
+    for name, hint in _hints(type(config)).items():
+        if _has_names(hint):
+            _convert(getattr(config, name), hint, f"{where}.{name}")
+
+
 @cache
 def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    """Type of every field by name."""
+    found = typing.get_type_hints(cls)
+    return {item.name: found[item.name] for item in dataclasses.fields(cls)}
+
+
+def _has_names(hint: Any) -> bool:
+    if _is_union(hint) or typing.get_origin(hint) is tuple:
+        return any(map(_has_names, typing.get_args(hint)))
+    return hint is bool or typing.get_origin(hint) is Literal
 
 
 def _is_union(hint: Any) -> bool:

@@ -205,6 +205,7 @@ def test_mistakes_are_one_sentence(trained, tiny, tmp_path):
             convert(model, batches(), HELD_OUT, dataclasses.replace(SHORT, **changes))
     for changes, said in [
         ({"order": "last"}, "convert.order is 'last'"),
+        ({"start": "fitted"}, "convert.start is 'fitted'"),
         ({"lr": 0.0}, "convert.lr is 0.0"),
         ({"fit_batches": 1}, "convert.fit_batches is 1"),
         ({"distill": 0.0}, "both 0"),
@@ -224,6 +225,15 @@ def test_mistakes_are_one_sentence(trained, tiny, tmp_path):
     with pytest.raises(UserError, match="is frozen"):
         convert(tiny.build("llama").requires_grad_(False), batches(), HELD_OUT, SHORT)
     assert not connections(model) and torch.equal(logits(model), logits(trained("llama")))
+
+    partly = trained("llama").requires_grad_(False)
+    partly.model.norm.requires_grad_(True)
+    with pytest.raises(UserError, match="ends the branch of model.layers.0.attention_connection"):
+        convert(partly, batches(), HELD_OUT, SHORT)
+    assert not connections(partly) and torch.equal(logits(partly), logits(model))
+    convert(partly, batches(), HELD_OUT, dataclasses.replace(SHORT, start="anneal"))
+    learned = [p for p in partly.parameters() if p.requires_grad]
+    assert len(learned) == 1 and not torch.equal(learned[0], model.model.norm.weight)
 
     out = tmp_path / "out"
     broken = dataclasses.replace(SHORT, lr=1e30, train="layers")

@@ -97,8 +97,9 @@ def convert(
     if untrained and out is not None:
         new_folder(out)
     from skipless.report.conversion import draw_conversions, draw_untrained
+    from skipless.sublayers import SUBLAYERS
     from skipless.surgery.conversion.folders import TextSource, convert_folder, measure_untrained
-    from skipless.surgery.conversion.settings import SITES, ConversionConfig
+    from skipless.surgery.conversion.settings import ConversionConfig
 
     def draw(found: Any) -> None:
         label = ", ".join(sites) or "all skips"
@@ -106,7 +107,7 @@ def convert(
 
     with as_options(NAMES):
         config = ConversionConfig(
-            to=to, sites=sites or SITES, layers=layers, order=order,
+            to=to, sites=sites or SUBLAYERS, layers=layers, order=order,
             skips_per_stage=skips_per_stage, steps_per_stage=steps, start=start,
             fit_batches=fit_batches, lr=lr, train=train, distill=float(distill),
             cross_entropy=float(not distill), temperature=temperature, loss_budget=loss_budget,

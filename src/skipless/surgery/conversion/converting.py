@@ -70,9 +70,9 @@ def convert(
 
     The model is in eval mode throughout and afterwards. When no stage stayed within the budget it
     is the unpatched original. Raises UserError for a model that is patched at these sites already,
-    16-bit, frozen or non-finite weights, a model that needs `loss`, a folder with other settings, a
-    loss that is not finite; KeyboardInterrupt after Ctrl-C, everything saved. After these the model
-    is left half-way.
+    16-bit or non-finite weights, weights that are all frozen or that a fit would change, a model
+    that needs `loss`, a folder with other settings, a loss that is not finite; KeyboardInterrupt
+    after Ctrl-C, everything saved. After these the model is left half-way.
     """
     config, source = config or ConversionConfig(), source or {}
     model, held_out = unwrapped(model), list(as_list(held_out))
@@ -121,12 +121,17 @@ def _ends(
     """The linear layer that ends each branch, which a fit needs."""
     with evaluation_mode(model):
         ends = trace(model, dict(joins), batch).outputs
-    lacking = [name for name in joins if name not in ends]
-    if lacking and config.start == "fit":
-        raise UserError(
-            f"the branch of {lacking[0]} does not end in a linear layer, so nothing can be "
-            "fitted there; choose start 'anneal'"
-        )
+    for name in joins if config.start == "fit" else ():
+        if name not in ends:
+            raise UserError(
+                f"the branch of {name} does not end in a linear layer, so nothing can be fitted "
+                "there; choose start 'anneal'"
+            )
+        if not all(p.requires_grad for p in ends[name].parameters()):
+            raise UserError(
+                f"the linear layer that ends the branch of {name} is frozen, and a fit would "
+                "change it; unfreeze it (requires_grad_(True)), or choose start 'anneal'"
+            )
     return ends
 
 

@@ -10,12 +10,12 @@ from typing import Literal
 
 from skipless import checks
 from skipless.errors import UserError, check_choice
-from skipless.jsonable import Config
+from skipless.jsonable import Config, check_named
+from skipless.sublayers import SUBLAYERS
 
-__all__ = ["ORDERS", "SITES", "ConversionConfig"]
+__all__ = ["ORDERS", "ConversionConfig"]
 
 ORDERS = ("last-first", "first-first", "by-share", "by-loss")
-SITES = ("attention", "cross_attention", "mlp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class ConversionConfig(Config):
 
     to: Literal["none"] = "none"
     """What the skips become. Only kind none takes anything away; the others start neutral."""
-    sites: tuple[str, ...] = SITES
+    sites: tuple[str, ...] = SUBLAYERS
     """attention, cross_attention, mlp; those that the model has."""
     layers: tuple[int, ...] = ()
     """Indices, negative ones from the end; none means all."""
@@ -62,7 +62,8 @@ class ConversionConfig(Config):
     """bf16: autocast, for accelerators; weights stay fp32."""
 
     def __post_init__(self) -> None:
-        checks.some("convert", self, "sites", SITES)
+        check_named("convert", self)
+        checks.some("convert", self, "sites", SUBLAYERS)
         check_choice("convert.order", self.order, ORDERS)
         checks.whole("convert", self, "skips_per_stage", "steps_per_stage", "warmup_steps", low=0)
         checks.whole("convert", self, "fit_batches", low=2)  # one chooses lambda
