@@ -263,17 +263,51 @@ def test_wrong_input_is_one_sentence():
         optimizer.step()
 
 
-def test_convolution_is_out_by_the_rest():
-    conv = nn.Conv2d(2, 4, 3, bias=False)
-    flat = nn.Parameter(conv.weight.detach().flatten(1).clone())
-    one, two = KLShampoo(conv, lr=1e-2), KLShampoo([flat], lr=1e-2)
+@pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+@pytest.mark.parametrize("reference", [False, True])
+def test_convolution_is_out_by_the_rest(conv, reference):
+    kernel = conv(2, 4, 3, bias=False)
+    flat = nn.Parameter(kernel.weight.detach().flatten(1).clone())
+    one, two = (KLShampoo(p, lr=1e-2, reference=reference) for p in (kernel, [flat]))
+    one.collect_metrics = two.collect_metrics = True
     g = torch.Generator().manual_seed(0)
     for _ in range(12):
-        conv.weight.grad = torch.randn(4, 2, 3, 3, generator=g)
-        flat.grad = conv.weight.grad.flatten(1)
+        kernel.weight.grad = torch.randn(kernel.weight.shape, generator=g)
+        flat.grad = kernel.weight.grad.flatten(1)
         one.step()
         two.step()
-    assert torch.allclose(conv.weight.flatten(1), flat, atol=1e-6)
+    assert torch.allclose(kernel.weight.flatten(1), flat, atol=1e-6)
+    drifts = [next(v for k, v in o.metrics().items() if "drift" in k) for o in (one, two)]
+    assert drifts[0] == pytest.approx(drifts[1], rel=1e-3) and drifts[0] > 0
+    assert one.state_bytes() == two.state_bytes()
+    size = f"4 x {flat.shape[1]}"
+    assert all(size in optimizer.describe() for optimizer in (one, two))
+
+
+def test_the_published_steps_take_a_stack_as_one_tall_matrix():
+    stack, tall = nn.Parameter(torch.zeros(3, 4, 5)), nn.Parameter(torch.zeros(12, 5))
+    named = {"experts": stack, "tall": tall}
+    optimizer = KLShampoo(named.items(), lr=1e-2, reference=True)
+    for seed in range(12):
+        tall.grad = torch.randn(12, 5, generator=torch.Generator().manual_seed(seed))
+        stack.grad = tall.grad.view(3, 4, 5)
+        optimizer.step()
+    assert torch.equal(stack.view(12, 5), tall) and tall.abs().max() > 0
+    assert optimizer.describe().count("whole, 12 x 5") == 2
+    with pytest.raises(UserError, match="leave one of them out"):
+        KLShampoo(named.items(), reference=True, split={"tall": 3})
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_model_in_float64_keeps_its_digits(name):
+    model = net(torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 1e-10)  # digits that float32 has not
+    before = copy.deepcopy(model)
+    train(model, ALL[name](model, lr=1e-25, weight_decay=0.0), range(3))
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-20)
 
 
 def test_state_is_five_matrices_at_the_benchmark_shapes():

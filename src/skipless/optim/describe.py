@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipless import lapack
 from skipless.sharded import full, local
 
 
@@ -28,14 +29,11 @@ def tensor_bytes(state: dict[str, Any]) -> int:
 def isometry_drift(before: Tensor, after: Tensor) -> float:
     """Largest change of W W^T in one step, relative to its mean eigenvalue (O4).
 
-    For an orthogonal `before` this is ||W+ W+^T - I||_2. The shorter side is used; stacks give
-    their worst matrix, kernels are flattened behind the output channel. NaN for a matrix without
-    entries or whose products are not finite.
+    For an orthogonal `before` this is ||W+ W+^T - I||_2. The shorter side is used; stacks [..., m,
+    n] give their worst matrix. NaN for a matrix without entries or whose products are not finite.
     """
     if before.numel() == 0:
         return math.nan
-    if before.ndim > 3:
-        before, after = before.flatten(1), after.flatten(1)
     if before.shape[-2] > before.shape[-1]:
         before, after = before.mT, after.mT
     gram = before @ before.mT
@@ -43,13 +41,13 @@ def isometry_drift(before: Tensor, after: Tensor) -> float:
     if not torch.isfinite(change).all():
         return math.nan
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
-    return float((torch.linalg.eigvalsh(change).abs().amax(-1) / size).max())
+    return float((lapack.eigvalsh(change).abs().amax(-1) / size).max())
 
 
 def copies(optimizer: Any) -> dict[Tensor, Tensor]:
     """Float32 copies of the hidden matrices that have a gradient, whole also where sharded."""
     return {
-        p: full(p.detach()).float().clone()
+        p: _as_matrix(p, group).clone()
         for group in optimizer.param_groups
         if group["algorithm"] != "adamw" or group["role"] in optimizer._spectral_roles
         for p in group["params"]
@@ -64,7 +62,7 @@ def measure(optimizer: Any, before: dict[Tensor, Tensor]) -> dict[str, float]:
     for group in optimizer.param_groups:
         lr = float(group["lr"])
         for p in [p for p in group["params"] if p in before]:
-            after, name = full(p.detach()).float(), optimizer._names.get(p, "?")
+            after, name = _as_matrix(p, group), optimizer._names.get(p, "?")
             numbers = {}
             if lr > 0:
                 undecayed = after / (1 - lr * group["weight_decay"])
@@ -73,6 +71,12 @@ def measure(optimizer: Any, before: dict[Tensor, Tensor]) -> dict[str, float]:
             numbers.update(optimizer._note_preconditioner(p, group))
             found.update({f"{what}/{name}": x for what, x in numbers.items()})
     return found
+
+
+def _as_matrix(p: Tensor, group: dict[str, Any]) -> Tensor:
+    """The whole parameter in float32; a kernel as out x (in * k)."""
+    whole = full(p.detach()).float()
+    return whole.flatten(1) if group["role"] == "convolution" else whole
 
 
 def describe(optimizer: Any) -> str:

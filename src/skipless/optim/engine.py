@@ -235,7 +235,9 @@ def refresh(
                     if what in b:
                         by = turn.square() if what == "second" else turn
                         old = b[what][index].float()
-                        b[what][index] = by.mT @ old if side.is_left else old @ by
+                        new = by.mT @ old if side.is_left else old @ by
+                        # an index, unlike a slice, converts nothing
+                        b[what][index] = new.to(b[what].dtype)
     worn = [k for k, t in due if (t // every) % ORTHONORMALIZE_EVERY == 0]
     for index in _indices(worn, device):
         for side in bucket.sides:

@@ -5,27 +5,26 @@ The slow yardstick for whitening.py's fast path, and the mode for literal reprod
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from skipless import lapack
+from skipless.optim.blocks import Layout
 from skipless.optim.roots import largest_amplification, sorted_eigh
 
 
 def reference_update(
     state: dict[str, Any], grad: Tensor, group: dict[str, Any], start: str
 ) -> Tensor | None:
-    """Advance O1 by one gradient and return the step to subtract (None on the first call).
+    """Advance O1 by one gradient m x n and return the step to subtract (None on the first call).
 
-    `grad` m x n (a kernel is flattened behind its first dimension, a stack runs as one tall
-    matrix). `start="gradient"` replaces step 1 by factors and eigenvalues at the gradient's RMS,
-    updates from the first call on and bias-corrects the momentum.
+    `start="gradient"` replaces step 1 by factors and eigenvalues at the gradient's RMS, updates
+    from the first call on and bias-corrects the momentum.
     """
-    shape = grad.shape
-    m, n = _matrix(shape)
-    g = grad.float().reshape(m, n)
+    g = grad.float()
+    m, n = g.shape
     b1, b2 = group["betas"]
     if not state:
         state["step"] = torch.zeros(())
@@ -55,24 +54,23 @@ def reference_update(
     state["left_eigenvalues"] = b2 * l_l + (1 - b2) * (square / l_r[None, :]).mean(1)
     state["right_eigenvalues"] = b2 * l_r + (1 - b2) * (square / l_l[:, None]).mean(0)
     if int(state["step"].item()) % group["refresh_every"] == 0:  # step 7
-        state["left_basis"] = torch.linalg.qr(state["left"] @ q_l).Q
-        state["right_basis"] = torch.linalg.qr(state["right"] @ q_r).Q
-    return update.reshape(shape)
+        state["left_basis"] = lapack.qr(state["left"] @ q_l)[0]
+        state["right_basis"] = lapack.qr(state["right"] @ q_r)[0]
+    return update
 
 
-def reference_shapes(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """State of a matrix of `shape`, apart from its step count."""
-    m, n = _matrix(shape)
+def whole_matrix(layout: Layout) -> tuple[int, int]:
+    """Rows and columns of a parameter as one matrix: a stack (experts) is a tall one, a kernel
+    out x (in * k)."""
+    return layout.stack * layout.m, layout.n
+
+
+def reference_shapes(m: int, n: int) -> dict[str, tuple[int, ...]]:
+    """State of a matrix m x n, apart from its step count."""
     return {
         "left": (m, m), "right": (n, n), "left_basis": (m, m), "right_basis": (n, n),
         "left_eigenvalues": (m,), "right_eigenvalues": (n,), "momentum": (m, n),
     }  # fmt: skip
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    if len(shape) == 4:
-        return shape[0], math.prod(shape[1:])
-    return math.prod(shape[:-1]), shape[-1]
 
 
 def _start(state: dict[str, Any], g: Tensor, b2: float, start: str) -> None:

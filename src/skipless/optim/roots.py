@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from skipless import lapack
+
 STRIP = 64
 """Rows a strip of a triangular product; smaller strips lose more than they save."""
 
@@ -49,9 +51,9 @@ def sorted_eigh(s: Tensor) -> tuple[Tensor, Tensor]:
     Where LAPACK fails to converge in float32 the work is done again in float64.
     """
     try:
-        values, vectors = torch.linalg.eigh(s)
+        values, vectors = lapack.eigh(s)
     except torch.linalg.LinAlgError:
-        values, vectors = torch.linalg.eigh(s.double().cpu())
+        values, vectors = torch.linalg.eigh(s.cpu().double())
         values, vectors = (x.to(s.device, s.dtype) for x in (values, vectors))
     return values.flip(-1), vectors.flip(-1)
 
@@ -63,7 +65,7 @@ def power_step(s: Tensor) -> tuple[Tensor, Tensor]:
     strip, from the triangle R, a sixth of a full product.
     """
     if s.device.type != "cpu":
-        q, r = torch.linalg.qr(s)
+        q, r = lapack.qr(s)
         return q, r @ q
     # s is its own transpose, and the transpose has the layout LAPACK wants. `linalg.qr` would copy
     # R out besides.

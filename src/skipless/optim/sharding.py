@@ -39,7 +39,7 @@ def add_over_ranks(values: Tensor, params: Sequence[Tensor]) -> None:
 
 class Sink:
     """Takes updates of whole matrices: applies them to plain parameters, or keeps them for the
-    owner to hand out. Legend: W <- (W - lr U)(1 - lr decay) in float32 (O1 step 4)."""
+    owner to hand out. Legend: W <- (W - lr U)(1 - lr decay) in float32 at least (O1 step 4)."""
 
     def __init__(self, group: dict[str, Any], *, collect: bool = False) -> None:
         self.lr, self.decay = float(group["lr"]), float(group["weight_decay"])
@@ -56,7 +56,7 @@ class Sink:
         """Subtract `update` from `target`, a plain tensor, in place."""
         if target.numel() == 0:
             return
-        if target.dtype == torch.float32:
+        if target.dtype in (torch.float32, torch.float64):
             target.sub_(update, alpha=self.lr)
             if self.decay:
                 target.mul_(1 - self.lr * self.decay)

@@ -22,20 +22,20 @@ def update_adamw(
 ) -> None:
     """One decoupled AdamW step of each (parameter, gradient); `states` is the optimiser's.
 
-    Moments are float32 whatever the parameter's dtype.
+    Moments are float32, of a float64 parameter float64.
     """
     lists: dict[tuple, list[tuple]] = {}
     for p, g in pairs:
-        state = states[p]
+        state, wide = states[p], torch.promote_types(p.dtype, torch.float32)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device(p))
-            state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(p, dtype=wide)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=wide)
         weight, gradient = local(p), local(g)
         if weight.numel() == 0:
             state["step"] += 1
             continue
-        master = weight if weight.dtype == torch.float32 else weight.float()
+        master = weight.to(wide)
         row = (master, gradient.to(master.dtype), local(state["exp_avg"]),
                local(state["exp_avg_sq"]), state["step"], weight)  # fmt: skip
         # Fused kernels walk through memory: entries must lie alike in all four.

@@ -65,7 +65,7 @@ from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer, Sink
 from skipless.optim.buckets import Bucket, SideChoice, state_shapes
 from skipless.optim.engine import refresh, rms_scale, step_bucket
-from skipless.optim.reference import reference_shapes, reference_update
+from skipless.optim.reference import reference_shapes, reference_update, whole_matrix
 from skipless.optim.roots import full_precision
 from skipless.sharded import local
 
@@ -137,6 +137,10 @@ class Whitening(RoleOptimizer):
             raise UserError(f"reference=True is KL-Shampoo's; {self.algorithm} has no such mode")
         if start == "published" and not reference:
             raise UserError("start='published' goes with reference=True; use start='gradient'")
+        if reference and routing.get("split"):
+            raise UserError(
+                "split cuts matrices and reference=True takes whole ones; leave one of them out"
+            )
         if root == "newton" and self.tail == "adam":
             raise UserError(f"{self.algorithm} needs eigenvectors; use root 'qr' or 'eigh'")
         cached = root in ("eigh", "newton") and self.tail == "whiten"
@@ -180,7 +184,7 @@ class Whitening(RoleOptimizer):
     def _matrix_shapes(self, p: Tensor, group: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         layout = self._layout(p, group)
         if self._reference:
-            return reference_shapes(layout.shape)
+            return reference_shapes(*whole_matrix(layout))
         sides = self._choice(p).sides(*layout.block_shape)
         shapes, _ = state_shapes(sides, layout.block_shape, second=self.tail == "adam")
         return {what: (layout.num_blocks, *shape) for what, shape in shapes.items()}
@@ -204,7 +208,8 @@ class Whitening(RoleOptimizer):
     def _describe_one(self, p: Tensor, group: dict[str, Any]) -> str:
         lay = self._layout(p, group)
         if self._reference:
-            return f"{lay.stack} whole, {lay.m} x {lay.n}, as published"
+            rows, columns = whole_matrix(lay)
+            return f"whole, {rows} x {columns}, as published"
         left, right = self._choice(p).sides(*lay.block_shape)
         return f"{lay.num_blocks} of {lay.bm} x {lay.bn}, {left.kind} x {right.kind}"
 
@@ -270,10 +275,12 @@ class Whitening(RoleOptimizer):
         with full_precision():
             if self._reference:
                 for p, g in pairs:
-                    g = g.reshape(self._layout(p, group).shape)
+                    layout = self._layout(p, group)
+                    g = g.reshape(whole_matrix(layout))
                     update = reference_update(self.state[p], g, group, self._start)
                     if update is not None:
-                        sink.take(p, update * rms_scale(update, group["update_rms"]))
+                        update = update * rms_scale(update, group["update_rms"])
+                        sink.take(p, update.reshape(layout.shape))
                 return
             gradients = dict(pairs)
             for bucket in self._group_buckets(group, set(gradients)):
