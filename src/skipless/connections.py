@@ -28,10 +28,9 @@ from skipless.recipes.connections import (
 from skipless.report.build import check_out
 from skipless.report.join_page import build_connection_report
 from skipless.rows import Row, check_jobs, train_rows
-from skipless.rundir import CONFIG, WEIGHTS, RunDir
+from skipless.rundir import CONFIG, EVALUATION, RESULT, WEIGHTS, RunDir
 
 TASKS = ("language", "authors")
-RESULT = "train.json"
 
 
 def compare_connections(
@@ -117,7 +116,7 @@ def is_finished(directory: Path, config: RunConfig) -> bool:
     A damaged one is taken up again by training it.
     """
     run = RunDir(directory)
-    wanted = [RESULT, WEIGHTS] + (["eval.json"] if config.model.num_labels is not None else [])
+    wanted = [RESULT, WEIGHTS] + ([EVALUATION] if config.model.num_labels is not None else [])
     return all((run / name).exists() for name in wanted) and run.continues(config)
 
 

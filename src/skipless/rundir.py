@@ -2,11 +2,14 @@
 
     config.json        the RunConfig, first thing written
     environment.json   versions, CPU, threads
+    data.json          where its text is, what it is, how far token frequencies alone get
     tokenizer.json     that of its text, so that a run can be moved
     metrics.jsonl      a line a step; held-out losses on lines of their own
     probes.jsonl       measurements inside the model during training
     checkpoint/        to resume from
-    model.safetensors  the trained weights, written last
+    probe.json         a longer measurement inside the trained model
+    model.safetensors  the trained weights
+    train.json         what training came to, written last
 
 Whole files go to a temporary name and are renamed; logs are appended line by line, and a torn last
 line (power cut) is dropped on reading. Only one process may hold a run (`lock`). A directory is
@@ -43,12 +46,14 @@ from skipless.locking import try_lock
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 WEIGHTS, CHECKPOINTS, LOCK = "model.safetensors", "checkpoint", ".lock"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, DATA = "tokenizer.json", "data.json"
+METRICS, PROBES = "metrics.jsonl", "probes.jsonl"
+RESULT, DIAGNOSIS, FINAL_PROBE = "train.json", "diagnosis.json", "probe.json"
+EVALUATION, QUANTISED, SAMPLES = "eval.json", "quant.json", "samples.json"
 OWN_FILES = (
-    CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, TOKENIZER, "data.json", "metrics.jsonl",
-    "probes.jsonl", "diagnosis.json", "probe.json", "train.json", "eval.json", "quant.json",
-    "samples.json", "prune.json", "tensorboard", "tasks.json", "tasks.md", "tasks.png",
-    "tasks-documents.jsonl",
+    CONFIG, ENVIRONMENT, WEIGHTS, CHECKPOINTS, LOCK, TOKENIZER, DATA, METRICS, PROBES, RESULT,
+    DIAGNOSIS, FINAL_PROBE, EVALUATION, QUANTISED, SAMPLES, "prune.json", "tensorboard",
+    "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl",
 )  # fmt: skip
 """Everything that training and measuring write into a run directory, temporaries apart."""
 

@@ -12,7 +12,7 @@ from skipless.demo import prepare_data
 from skipless.errors import UserError
 from skipless.jsonable import override
 from skipless.rows import Row, check_jobs, train_rows
-from skipless.rundir import RunDir
+from skipless.rundir import METRICS, RunDir
 
 
 def run_sweep(
@@ -49,7 +49,7 @@ def run_sweep(
     for (name, value), row in zip(keys, rows, strict=True):
         losses: list[float] = []
         try:
-            found = RunDir(row.directory).read_jsonl("metrics.jsonl")
+            found = RunDir(row.directory).read_jsonl(METRICS)
             losses = [r["held_out_loss"] for r in found if "held_out_loss" in r]
         except UserError as error:  # one damaged log must not cost the whole table
             row.error = row.error or str(error)

@@ -118,7 +118,7 @@ def test_a_resumed_run_opens_the_text_it_noted(stopped, data, monkeypatch):
     def never(*args, **kwargs):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr("skipless.train.loop.prepare", never)
+    monkeypatch.setattr("skipless.train.training.prepare", never)
     monkeypatch.setattr("skipless.train.load.prepare", never)
     assert train(stopped.config(), stopped.path).step == 8
 

@@ -12,7 +12,8 @@ import torch
 
 from skipless.errors import UserError
 from skipless.rundir import RunDir
-from skipless.train import load_run, measure_sites, train
+from skipless.train import Loop, load_run, measure_sites, train
+from skipless.train.distributed import World
 
 
 def rows(path, name="metrics.jsonl"):
@@ -70,6 +71,21 @@ def test_accumulation_equals_the_whole_batch(tiny, data, tmp_path):
     # 3 does not divide 4: the last part is smaller and counts less.
     train(tiny.replace(train={"micro_batch_size": 3}), tmp_path / "uneven", data=data)
     assert losses(tmp_path / "uneven") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+def test_every_label_counts_alike_whatever_its_part_of_the_batch(tiny, data, tmp_path):
+    found = []
+    for size in (None, 3, 1):
+        config = tiny.replace(train={"micro_batch_size": size})
+        loop = Loop(config, RunDir(tmp_path), data, World())
+        ids, labels = loop.loader.batch(0)
+        labels[0], labels[1, 3:] = -100, -100
+        loss = loop.backward((ids, labels))
+        found.append((loss, [p.grad for p in loop.model.parameters()]))
+    for loss, grads in found[1:]:
+        assert loss == pytest.approx(found[0][0], abs=1e-6)
+        for ours, whole in zip(grads, found[0][1], strict=True):
+            torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-7)
 
 
 def expected_rate(kind, step, num_steps=20, warmup=4, floor=0.1, fraction=0.25):

@@ -30,11 +30,9 @@ from skipless.files import make_directory
 from skipless.probes.gradients import gradient_norms
 from skipless.probes.probe import Probe
 from skipless.probes.writers import open_writers
-from skipless.rundir import CONFIG, RunDir
+from skipless.rundir import CONFIG, DATA, METRICS, PROBES, RunDir
 from skipless.sharded import full
 from skipless.sites import Site, find_sites
-
-METRICS, PROBES, NOTE = "metrics.jsonl", "probes.jsonl", "data.json"
 
 
 class ProbeLog:
@@ -84,7 +82,7 @@ class ProbeLog:
         note = {"unigram_loss": unigram_loss, "num_steps": num_steps,
                 "warmup_steps": warmup_steps, "causal": causal}  # fmt: skip
         if _is_first():
-            self.run.write_json(NOTE, {k: v for k, v in note.items() if v is not None})
+            self.run.write_json(DATA, {k: v for k, v in note.items() if v is not None})
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[dict[str, Any]]:

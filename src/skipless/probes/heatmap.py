@@ -16,9 +16,8 @@ from typing import Any
 
 from skipless.errors import UserError, suggestion
 from skipless.files import atomic_path
-from skipless.rundir import RunDir
+from skipless.rundir import PROBES, RunDir
 
-PROBES = "probes.jsonl"
 TABLES = {"sites": "site", "geometry": "module", "attention": "module"}
 """Lists of a row, and the key that names a place in each."""
 MAX_LABELS = 60

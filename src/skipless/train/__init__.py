@@ -1,5 +1,6 @@
 """Training: `train(config, path)` makes a run directory, `load_run(path)` reads one.
 
+training.py     `train`: processes, directory and text of a run
 loop.py         the loop, in the order things happen
 distributed.py  one process or many: FSDP2, compile by block, activation checkpointing
 precision.py    autocast
@@ -15,9 +16,10 @@ load.py         a finished (or unfinished) run as a model
 """
 
 from skipless.train.load import LoadedRun, checkpoint_steps, load_run, load_step
-from skipless.train.loop import Loop, train
+from skipless.train.loop import Loop
 from skipless.train.measure import measure_sites
 from skipless.train.result import TrainResult
+from skipless.train.training import train
 
 __all__ = [
     "LoadedRun",

@@ -3,21 +3,55 @@
 Called when the loss or the gradient norm of a step is not finite, before the optimiser has touched
 anything, or when an update or a held-out loss is not. The same batch runs forward once more with a
 hook on every module, and the first tensor in the order of computation that is not finite is named:
-a parameter, a module's output or a gradient. Read by loop.py.
+a parameter, a module's output or a gradient. `refuse_non_finite` writes that down and ends the run.
+Read by loop.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from skipless.errors import UserError
+from skipless.rundir import CHECKPOINTS, DIAGNOSIS, RunDir
 from skipless.sharded import local
+from skipless.train import checkpoint
 from skipless.train.distributed import World, uncompiled
 from skipless.train.measure import Batch
 from skipless.train.precision import autocast
+
+
+def refuse_non_finite(
+    run: RunDir,
+    model: nn.Module,
+    batches: list[Batch],
+    world: World,
+    *,
+    step: int,
+    numbers: dict[str, float],
+    precision: str,
+) -> NoReturn:
+    """Write diagnosis.json and raise UserError; checkpoints stay as they are.
+
+    `numbers` are those that are not finite, by name; none of them means weights are. Every rank
+    must call it.
+    """
+    found = diagnose(model, batches, world, precision=precision)
+    explanation = sentence(found)
+    named = {name.replace(" ", "_").replace("-", "_"): str(v) for name, v in numbers.items()}
+    record = {"step": step, **named, **found, "text": explanation}
+    path = world.first(lambda: run.write_json(DIAGNOSIS, record))
+    what = " and ".join(f"{k} {v}" for k, v in numbers.items()) or "weights that are no numbers"
+    kept = world.first(lambda: checkpoint.found(run / CHECKPOINTS))
+    rest = "the checkpoints before it are intact" if kept else "there is no checkpoint yet"
+    raise UserError(
+        f"step {step} has {what}: {explanation} (details in {path}); nothing of it was saved "
+        f"and {rest}, so start anew with a lower optim.lr, more train.warmup_steps or a "
+        "smaller train.max_grad_norm"
+    )
 
 
 def diagnose(

@@ -23,12 +23,11 @@ from skipless.errors import UserError
 from skipless.files import atomic_path, write_atomic
 from skipless.log import say
 from skipless.model import Transformer
-from skipless.rundir import CHECKPOINTS, TOKENIZER, WEIGHTS, RunDir, continue_command
+from skipless.rundir import CHECKPOINTS, DATA, TOKENIZER, WEIGHTS, RunDir, continue_command
 from skipless.train import checkpoint
 from skipless.train.distributed import World, whole
 from skipless.train.result import check_weights, read_result
 
-DATA = "data.json"
 FREQUENCY_TOKENS = 20_000_000
 """Enough to know frequencies by; counting them takes a tenth of a second."""
 

@@ -1,18 +1,12 @@
 """The training loop, in the order things happen.
 
-A tiny run on one CPU core (seconds, once the text is prepared):
+Step s sees batch s, a pure function of (seed, s), and its random numbers are seeded by (seed, s,
+rank), so a resumed run has nothing to restore but weights and optimiser state and continues bit for
+bit. Order within a step: learning rate, forward and backward, check that all is finite, clip,
+update, log, save, and only then measure (a failing measurement costs no training). Loss is the mean
+over the tokens of the global batch, whatever the split into processes and accumulation steps.
 
-    python -c "from skipless import recipes, train; \
-        train.train(recipes.get('demo-residual-adamw').replace(train={'num_tokens': 20_000}), \
-                    'runs/tiny')"
-
-The same loop under `torchrun --nproc-per-node 2` shards the model over two processes. Step s sees
-batch s, a pure function of (seed, s), and its random numbers are seeded by (seed, s, rank), so a
-resumed run has nothing to restore but weights and optimiser state and continues bit for bit.
-
-Order within a step: learning rate, forward and backward, check that all is finite, clip, update,
-log, save, and only then measure (a failing measurement costs no training). Loss is the mean over
-the tokens of the global batch, whatever the split into processes and accumulation steps.
+Read by training.py, which finds directory, text and processes.
 """
 
 from __future__ import annotations
@@ -22,32 +16,29 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from skipless.config import RunConfig
-from skipless.data import PreparedData, open_batches, open_loader, prepare
-from skipless.errors import UserError
+from skipless.data import PreparedData, open_batches, open_loader
 from skipless.log import say
 from skipless.model import Transformer, initialize
 from skipless.optim import schedule
 from skipless.probes import gradient_norms
 from skipless.quant.training import train_quantized
-from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir
+from skipless.rundir import CHECKPOINTS, FINAL_PROBE, METRICS, RESULT, WEIGHTS, RunDir
 from skipless.train import checkpoint
 from skipless.train.checkpoint import Position
-from skipless.train.diagnose import all_finite, diagnose, sentence
+from skipless.train.diagnose import all_finite, refuse_non_finite
 from skipless.train.distributed import (
     World,
     average_gradients,
     clip,
     drop_compiled,
     parallelise,
-    start,
 )
-from skipless.train.load import check_text, note_text, open_text, save_weights
+from skipless.train.load import note_text, save_weights
 from skipless.train.measure import (
     Batch,
     bits_per_byte,
@@ -59,60 +50,10 @@ from skipless.train.measure import (
     trace,
 )
 from skipless.train.memory import keep_freed_memory
-from skipless.train.metrics import METRICS, Metrics, Silent, reporter
+from skipless.train.metrics import Metrics, Silent, reporter
 from skipless.train.precision import autocast
-from skipless.train.result import RESULT, TrainResult, drop_stale, read_result
+from skipless.train.result import TrainResult, drop_stale
 from skipless.train.signals import Interrupted, Stop
-
-
-def train(
-    config: RunConfig,
-    path: str | Path,
-    *,
-    fresh: bool = False,
-    on_step: Callable[[dict[str, Any]], None] | None = None,
-    data: PreparedData | None = None,
-) -> TrainResult:
-    """Train `config` into the run directory `path`, or continue where it stopped.
-
-    A finished run is returned at once. `fresh` starts anew. `data` replaces what
-    `skipless.data.prepare` makes of `config.data`. `on_step` gets a dict after every step
-    (`step, num_steps, tokens, loss, lr, grad_norm, seconds, tokens_per_second`) on rank 0.
-
-    Raises UserError for a directory that holds other settings or is in use, a full disk, or a
-    non-finite loss (diagnosis.json tells where from); KeyboardInterrupt after Ctrl-C or SIGTERM,
-    with a checkpoint saved.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_threads(config.train.num_threads))
-        world = stack.enter_context(start(config.train))
-        run = RunDir(path)
-        world.first(lambda: run.check(config, fresh=fresh))
-        resumes = world.first(lambda: not fresh and run.continues(config))
-        finished = world.first(lambda: read_result(run, config)) if resumes else None
-        if finished:
-            if world.is_main:
-                say(f"{path}: finished already, step {finished.step} of {config.train.num_steps}")
-            return finished
-        resumes = resumes and world.first(run.has_weights)
-        if data is None:
-            data = world.in_turn(
-                lambda: (
-                    open_text(run, config)
-                    if resumes
-                    else prepare(config.data, config.model.vocab_size)
-                )
-            )
-        elif resumes:
-            world.agree(lambda: check_text(run, data))
-        if world.is_main:
-            for note in data.notes:
-                say(f"NOTE: {note}")
-        # All that can fail by a wrong setting is made before anything is written or removed.
-        loop = Loop(config, run, data, world, on_step)
-        world.first(lambda: stack.enter_context(RunDir.claim(path, config, fresh=fresh)))
-        loop.resume()
-        return loop.run()
 
 
 class Loop:
@@ -284,7 +225,8 @@ class Loop:
             with autocast(self.settings.precision, world.device):
                 loss = self.model(ids.to(world.device), labels=labels.to(world.device)).loss
             (loss * (weight * world.size)).backward()
-            mean += loss.detach() * weight
+            if weight:  # the mean over no labels is NaN, and its gradient 0
+                mean += loss.detach() * weight
         return world.total(float(mean))[0]
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
@@ -319,7 +261,7 @@ class Loop:
         self.metrics.row({"step": self.at.step, **held_out})
         run = self.directory
         self.world.first(lambda: drop_stale(run, self.at.step))
-        self.world.first(lambda: run.write_json("probe.json", row))
+        self.world.first(lambda: run.write_json(FINAL_PROBE, row))
         save_weights(run / WEIGHTS, self.model, self.world)
         rows = self.world.first(lambda: run.read_jsonl(METRICS))
         result = TrainResult(
@@ -362,36 +304,16 @@ class Loop:
             self.stop_non_finite(step, [], {})
 
     def stop_non_finite(self, step: int, batches: list[Batch], numbers: dict[str, float]) -> None:
-        """Write diagnosis.json and raise UserError; checkpoints stay as they are."""
-        found = diagnose(self.model, batches, self.world, precision=self.settings.precision)
-        run, explanation = self.directory, sentence(found)
-        named = {name.replace(" ", "_").replace("-", "_"): str(v) for name, v in numbers.items()}
-        record = {"step": step, **named, **found, "text": explanation}
-        path = self.world.first(lambda: run.write_json("diagnosis.json", record))
-        what = " and ".join(f"{k} {v}" for k, v in numbers.items()) or "weights that are no numbers"
-        kept = self.world.first(lambda: checkpoint.found(run / CHECKPOINTS))
-        rest = "the checkpoints before it are intact" if kept else "there is no checkpoint yet"
-        raise UserError(
-            f"step {step} has {what}: {explanation} (details in {path}); nothing of it was saved "
-            f"and {rest}, so start anew with a lower optim.lr, more train.warmup_steps or a "
-            "smaller train.max_grad_norm"
-        )
+        """Raise UserError with a diagnosis; gradients of the step must still be there."""
+        refuse_non_finite(
+            self.directory, self.model, batches, self.world, step=step, numbers=numbers,
+            precision=self.settings.precision,
+        )  # fmt: skip
 
 
 def _due(step: int, every: int, last: int | None = None) -> bool:
     """True at every multiple of `every` (0: never) and at `last`."""
     return step > 0 and (step == last or (every > 0 and step % every == 0))
-
-
-@contextlib.contextmanager
-def _threads(num_threads: int | None) -> Iterator[None]:
-    """Use so many CPU threads inside (None: as they are)."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(num_threads or former)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(former)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.log import progress, say
-from skipless.rundir import RunDir
+from skipless.rundir import METRICS, PROBES, RunDir
 
 SECONDS_BETWEEN_LINES = 15.0
-METRICS, PROBES = "metrics.jsonl", "probes.jsonl"
 
 
 class Mirror(Protocol):

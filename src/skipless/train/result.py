@@ -21,10 +21,8 @@ from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.log import say
 from skipless.model import Transformer
-from skipless.rundir import CHECKPOINTS, WEIGHTS, RunDir
+from skipless.rundir import CHECKPOINTS, EVALUATION, QUANTISED, RESULT, SAMPLES, WEIGHTS, RunDir
 from skipless.train import checkpoint
-
-RESULT = "train.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ def drop_stale(run: RunDir, step: int | None) -> None:
 
     A report would show them as those of the end.
     """
-    for name in ("eval.json", "quant.json", "samples.json"):
+    for name in (EVALUATION, QUANTISED, SAMPLES):
         with contextlib.suppress(UserError):
             found = run.read_json(name, {})
             origin = found.get("measured") if isinstance(found, dict) else None

@@ -24,7 +24,7 @@ from skipless.evaluate import precision_table
 from skipless.log import quiet
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
-from skipless.rundir import CONFIG, TOKENIZER, WEIGHTS, RunDir
+from skipless.rundir import CONFIG, DATA, ENVIRONMENT, RESULT, TOKENIZER, WEIGHTS, RunDir
 from skipless.surgery.dropping import has_absent
 from skipless.surgery.folders import sample_batch
 from skipless.surgery.loading import load
@@ -46,7 +46,6 @@ from skipless.surgery.sources import find_folder, model_type
 from skipless.train import LoadedRun
 from skipless.train.distributed import World
 from skipless.train.load import save_weights
-from skipless.train.result import RESULT
 
 __all__ = ["FoldedFolder", "PrunedFolder", "fold_folder", "prune_folder"]
 
@@ -215,7 +214,7 @@ def _write_run(old: LoadedRun, folder: Path, pruned: Pruned, held_out: float) ->
         note=f"{old.path} without {', '.join(pruned.dropped)}",
     )  # fmt: skip
     (after / CONFIG).write_text(to_json(config))
-    for name in ("environment.json", "data.json", TOKENIZER):
+    for name in (ENVIRONMENT, DATA, TOKENIZER):
         if (before / name).is_file():
             shutil.copy2(before / name, after / name)
     after.write_json(RESULT, {**before.read_json(RESULT), "held_out_loss": held_out})
