@@ -190,24 +190,38 @@ def _mean_backward(grad: Tensor, part: Join, inside: None, later: Tensor | None)
     return asked * fx, torch.addcmul(grad, asked, fe, value=-1), first
 
 
-def _diagonal(x: Tensor, e: Tensor, part: Join, carried: Tensor | None):
+def _diagonal(x: Tensor, e: Tensor, part: Join, carried: tuple[Tensor, Tensor | None] | None):
     """A(e) = w mean_x + (e - w mean_e) sqrt(v_x' / v_e')."""
     fx, fe, num, trust = _counted(part)
     z = x.new_empty((2, *x.shape), dtype=wide_dtype(x.device))
     z[0], z[1] = x * fx, e * fe
+    last, shift = (None, None) if carried is None else carried
+    if z.dtype == torch.float32:
+        # Around the first counted token nothing cancels: it is 0, as is its own mean, and both are
+        # multiplied by a gradient of some 1 / EPS, since one token has no variance.
+        shift = _first(z, fx) if shift is None else shift
+        z.sub_(shift).masked_fill_(fx == 0, 0.0)
     sums = z.new_empty((2, *z.shape))
     sums[0] = z
     torch.mul(z, z, out=sums[1])
-    carried = running_sums_(sums.flatten(0, 2), carried)[:, -1].clone()
+    carried = running_sums_(sums.flatten(0, 2), last)[:, -1].clone(), shift
     mean, variance = sums.div_(num)
     variance = variance.sub_(mean.square()).clamp_(min=0).to(x.dtype)
     wide, mean = mean, mean.to(x.dtype)
+    if shift is not None:  # not before it: what is ahead may be no number
+        mean = mean + torch.where(trust > 0, shift, 0.0)
     common = ((1 - trust) / 2) * (variance[0] + variance[1]) + EPS
     top, bottom = torch.addcmul(common, variance, trust)
     ratio = (top / bottom).sqrt_()
     centred = torch.addcmul(e, mean[1], trust, value=-1)
     aligned = (mean[0] * trust).addcmul_(centred, ratio)
     return aligned, carried, (z, wide, ratio, top, bottom, centred)
+
+
+def _first(z: Tensor, factor: Tensor) -> Tensor:
+    """z [2, B, T, D] at the first token whose factor [B, T, 1] is not 0, [2, B, 1, D]."""
+    place = (factor[..., 0] != 0).int().argmax(1)
+    return z[:, torch.arange(len(place), device=z.device), place][:, :, None]
 
 
 def _diagonal_backward(grad: Tensor, part: Join, inside: tuple, later: Tensor | None):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from skipless import lapack
+
 
 class _SymmetricPower(torch.autograd.Function):
     """S^(1/2) or S^(-1/2) of symmetric positive definite matrices [B, D, D].
@@ -20,7 +22,7 @@ class _SymmetricPower(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, matrix: Tensor, inverse: bool) -> Tensor:
-        values, vectors = torch.linalg.eigh((matrix + matrix.mT) / 2)
+        values, vectors = lapack.eigh((matrix + matrix.mT) / 2)
         tiny = torch.finfo(matrix.dtype).eps * values[:, -1:].clamp(min=1e-30)
         roots = values.maximum(tiny).sqrt()
         ctx.save_for_backward(roots, vectors)

@@ -132,9 +132,8 @@ class _PrefixMoments(torch.autograd.Function):
         last = (sums[:, -1].clone(), squares[:, -1].clone())
         mean = sums.div_(num)
         variance = squares.div_(num).sub_(mean.square()).clamp_(min=0).to(x.dtype)
-        wide_mean = mean if shift is None else mean + shift
-        shown = wide_mean.to(x.dtype)
-        ctx.save_for_backward(x, mask, num, shift, wide_mean)  # rounded, it would not cancel
+        shown = (mean if shift is None else mean + shift).to(x.dtype)
+        ctx.save_for_backward(x, mask, num, shift, mean)  # rounded, it would not cancel
         ctx.wide = wide
         ctx.mark_non_differentiable(*last)
         return shown, variance, *last
@@ -143,10 +142,12 @@ class _PrefixMoments(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_mean, grad_variance, *_):
         x, mask, num, shift, mean = ctx.saved_tensors
-        # from here on around the prefix means themselves: x - mean is what counts
+        d = x.to(ctx.wide)
+        if shift is not None:  # of one token dv is some 1 / EPS; around itself it is 0
+            d = (d - shift) * mask
         by_variance = grad_variance.to(ctx.wide) / num
         by_mean = grad_mean.to(ctx.wide) / num - 2 * mean * by_variance
-        grad = _suffix_sums(by_mean) + 2 * x.to(ctx.wide) * _suffix_sums(by_variance)
+        grad = _suffix_sums(by_mean) + 2 * d * _suffix_sums(by_variance)
         return (grad * mask).to(x.dtype), None, None, None, None, None
 
 

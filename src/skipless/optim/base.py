@@ -232,8 +232,10 @@ class RoleOptimizer(torch.optim.Optimizer):
         ]
         self._check_step(ready_of)
         before = copies(self) if self.collect_metrics else {}
+        # of all groups at once: an accelerator is waited for once a step
+        usable = dict(finite(list(itertools.chain(*ready_of)), self._names, self.skipped))
         for group, ready in zip(self.param_groups, ready_of, strict=True):
-            pairs = finite(ready, self._names, self.skipped)
+            pairs = [(p, usable[p]) for p in ready if p in usable]
             if group["algorithm"] == "adamw":
                 update_adamw(self.state, group, pairs)
             else:
