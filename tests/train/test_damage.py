@@ -174,10 +174,10 @@ def test_spoiled_json_of_a_checkpoint_falls_back(stopped, how, capfd):
     name, text = SPOIL[how]
     (newest / name).write_text(text)
     if name == "state.json":  # with a manifest that fits it
-        from skipless.train.checkpoint import _checksums
+        from skipless.train.manifest import checksums
 
         sums = json.loads((newest / "manifest.json").read_text())
-        sums |= _checksums([newest / name])
+        sums |= checksums([newest / name])
         (newest / "manifest.json").write_text(json.dumps(sums))
     assert load_run(stopped.path).step == int(before.name[-1])
     assert "cannot be used" in " ".join(capfd.readouterr().err.split())

@@ -5,7 +5,9 @@ loop.py         the loop, in the order things happen
 distributed.py  one process or many: FSDP2, compile by block, activation checkpointing
 precision.py    autocast
 checkpoint.py   save, find, restore; a broken one falls back to the one before
-tree.py         an optimiser's state as tensors plus JSON
+manifest.py     whether the files of a checkpoint are whole
+states.py       model and optimiser by parameter name
+tree.py         a nested state as tensors plus JSON
 metrics.py      metrics.jsonl and its mirrors (TensorBoard, trackio)
 memory.py       what malloc does between steps
 measure.py      held-out loss and probes at a step

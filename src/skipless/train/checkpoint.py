@@ -9,9 +9,8 @@
 
 A checkpoint is written under a temporary name and renamed when complete, so a folder called
 `step-*` is whole or was damaged later; the manifest tells. Restoring starts with the newest and
-goes back to the one before if it is damaged, saying so. The optimiser's state is kept by parameter
-name, and sharded tensors by their global shape, so a checkpoint of two processes is read by one
-and the other way round. Read by loop.py and load.py.
+goes back to the one before if it is damaged, saying so. Sharded tensors are kept by their global
+shape. Read by loop.py and load.py.
 """
 
 from __future__ import annotations
@@ -20,25 +19,34 @@ import contextlib
 import json
 import shutil
 import warnings
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from skipless.errors import UserError
 from skipless.files import remove, write_atomic
-from skipless.jsonable import parse_json, read_text
 from skipless.log import say
 from skipless.train.distributed import World
-from skipless.train.tree import pack, tensor_paths, unpack
+from skipless.train.manifest import (
+    MANIFEST,
+    METADATA,
+    STATE,
+    checksums,
+    read_object,
+    verify,
+)
+from skipless.train.states import (
+    empty_slots,
+    group_settings,
+    load_optimizer,
+    model_tensors,
+    optimizer_state,
+)
 
-# Update rules whose state has one number an entry of the parameter, on the rank of that entry.
-ELEMENTWISE = ("adamw", "muon")
-STATE, MANIFEST, METADATA = "state.json", "manifest.json", ".metadata"
 UNUSABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError,
 )  # fmt: skip
@@ -81,10 +89,10 @@ def save(
     temporary = directory / f".step-{position.step:08d}.tmp"
     try:
         world.first(lambda: _make_empty(temporary))
-        tensors, skeletons = _optimizer_state(model, optimizer)
+        tensors, skeletons = optimizer_state(model, optimizer)
         with _quiet():
             dcp.save(
-                {**_prefixed(model), **tensors},
+                {**model_tensors(model), **tensors},
                 checkpoint_id=temporary,
                 no_dist=not world.is_distributed,
             )
@@ -98,9 +106,9 @@ def save(
             "seconds": position.seconds,
             "pending": position.pending,
             "world_size": world.size,
-            "optimizer": {"groups": _groups(model, optimizer), "parameters": merged},
+            "optimizer": {"groups": group_settings(model, optimizer), "parameters": merged},
         }
-        mine = world.agree(lambda: _checksums(temporary.glob(f"__{world.rank}_*")))
+        mine = world.agree(lambda: checksums(temporary.glob(f"__{world.rank}_*")))
         sums = {name: s for part in world.gather(mine) for name, s in part.items()}
         world.first(lambda: _complete(temporary, final, state, sums))
     except BaseException as error:
@@ -125,8 +133,8 @@ def restore(
     folders = world.first(lambda: found(directory))
     for folder in folders:
         try:
-            world.first(lambda folder=folder: _verify(folder))
-            state = world.first(lambda folder=folder: _json(folder / STATE))
+            world.first(lambda folder=folder: verify(folder))
+            state = world.first(lambda folder=folder: read_object(folder / STATE))
             position = _position(state)
             world.agree(lambda f=folder, s=state: _read(f, s, model, optimizer, world))
         except UNUSABLE as error:
@@ -146,52 +154,13 @@ def read_model(folder: str | Path, model: nn.Module) -> Position:
     """Load the weights of this one checkpoint into `model`. Raises UserError if it is damaged."""
     folder = Path(folder)
     try:
-        _verify(folder)
-        state = _json(folder / STATE)
+        verify(folder)
+        state = read_object(folder / STATE)
         position = _position(state)
         _read(folder, state, model, None, World())
     except UNUSABLE as error:
         raise UserError(f"checkpoint {folder} cannot be used ({error}); take another") from None
     return position
-
-
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters (a tied one once) and persistent buffers by name, as the live tensors."""
-    own = {n for n, _ in model.named_parameters()} | {n for n, _ in model.named_buffers()}
-    return {k: v for k, v in model.state_dict().items() if k in own}
-
-
-def _prefixed(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor for name, tensor in model_state(model).items()}
-
-
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Parameter names in the order of the optimiser's state_dict indices."""
-    by_id = {id(p): n for n, p in model.named_parameters()}
-    return [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by checkpoint key, and by parameter name the rest with holes where tensors go."""
-    names = _names(model, optimizer)
-    tensors: dict[str, Tensor] = {}
-    skeletons: dict[str, Any] = {}
-    for index, state in optimizer.state_dict()["state"].items():
-        name = names[index] if isinstance(index, int) else index
-        skeletons[name] = pack(state, f"optimizer.{name}", tensors)
-    return tensors, skeletons
-
-
-def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, with names in place of parameters."""
-    names = iter(_names(model, optimizer))
-    groups = []
-    for group in optimizer.state_dict()["param_groups"]:
-        settings = pack({k: v for k, v in group.items() if k != "params"}, "group", {})
-        groups.append({"parameters": [next(names) for _ in group["params"]], "settings": settings})
-    return groups
 
 
 def _read(
@@ -202,14 +171,14 @@ def _read(
     world: World,
 ) -> None:
     """Load one checkpoint in place."""
-    wanted = _prefixed(model)
+    wanted = model_tensors(model)
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     absent = sorted(set(wanted) - set(stored))
     if absent:
         raise RuntimeError(f"it lacks {absent[0]} and {len(absent) - 1} more")
-    slots: dict[str, Tensor] = {}
+    slots: dict[str, torch.Tensor] = {}
     if optimizer is not None:
-        slots = _slots(stored, state["optimizer"]["parameters"], model, optimizer)
+        slots = empty_slots(stored, state["optimizer"]["parameters"], model, optimizer)
     with _quiet():
         try:
             dcp.load({**wanted, **slots}, checkpoint_id=folder, no_dist=not world.is_distributed)
@@ -217,58 +186,7 @@ def _read(
             cause = _cause(error)
             raise RuntimeError(f"{type(cause).__name__}: {cause}") from error
     if optimizer is not None:
-        _restore_optimizer(state["optimizer"], slots, model, optimizer)
-
-
-def _slots(
-    stored: dict[str, Any], skeletons: dict[str, Any], model: nn.Module, optimizer: Any
-) -> dict[str, Tensor]:
-    """Empty tensors to load the optimiser's state into, by checkpoint key.
-
-    Elementwise state (AdamW's moments, Muon's momentum) is sharded like its parameter. That of a
-    whitening method is whole, because its update needs the whole matrix; every rank reads it and
-    those that do not own the matrix drop it at their next step.
-    """
-    parameters = dict(model.named_parameters())
-    names = iter(_names(model, optimizer))
-    elementwise = {
-        next(names): group.get("algorithm", "adamw") in ELEMENTWISE
-        for group in optimizer.param_groups
-        for _ in group["params"]
-    }
-    slots = {}
-    for name, skeleton in skeletons.items():
-        parameter = parameters[name]
-        for key in tensor_paths(skeleton):
-            dtype, shape = stored[key].properties.dtype, stored[key].size
-            is_sharded = hasattr(parameter, "device_mesh") and elementwise[name]
-            if is_sharded and shape == parameter.shape:
-                slots[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            else:
-                device = torch.device("cpu") if len(shape) == 0 else parameter.device
-                slots[key] = torch.empty(shape, dtype=dtype, device=device)
-    return slots
-
-
-def _restore_optimizer(
-    stored: dict[str, Any],
-    tensors: dict[str, Tensor],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-) -> None:
-    names = _names(model, optimizer)
-    groups = []
-    live = optimizer.state_dict()["param_groups"]
-    here = _groups(model, optimizer)
-    if [g["parameters"] for g in here] != [g["parameters"] for g in stored["groups"]]:
-        raise RuntimeError("its parameter groups are not those of this optimiser")
-    for group, saved in zip(live, stored["groups"], strict=True):
-        groups.append({**group, **unpack(saved["settings"], {})})
-    state = {
-        names.index(name): unpack(skeleton, tensors)
-        for name, skeleton in stored["parameters"].items()
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+        load_optimizer(state["optimizer"], slots, model, optimizer)
 
 
 def _make_empty(folder: Path) -> None:
@@ -277,22 +195,10 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _checksums(paths: Any) -> dict[str, list[int]]:
-    return {path.name: [path.stat().st_size, _crc(path)] for path in paths}
-
-
-def _crc(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            value = zlib.crc32(chunk, value)
-    return value
-
-
 def _complete(temporary: Path, final: Path, state: dict[str, Any], sums: dict[str, Any]) -> None:
     """Add the two JSON files and give the folder its real name."""
     write_atomic(temporary / STATE, json.dumps(state))
-    sums |= _checksums([temporary / METADATA, temporary / STATE])
+    sums |= checksums([temporary / METADATA, temporary / STATE])
     write_atomic(temporary / MANIFEST, json.dumps(sums, indent=1))
     remove(final)  # a damaged one of the same step that restore() passed over
     temporary.rename(final)
@@ -304,17 +210,6 @@ def _prune(directory: Path, keep: int) -> None:
             remove(old)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """One of our JSON files. Raises RuntimeError if it is no object."""
-    try:
-        values = parse_json(read_text(path), where=path.name)
-    except UserError as error:
-        raise RuntimeError(f"its {path.name} is unreadable: {error}") from error
-    if not isinstance(values, dict):
-        raise RuntimeError(f"its {path.name} is not a JSON object")
-    return values
-
-
 def _position(state: dict[str, Any]) -> Position:
     numbers = [state.get(key) for key in ("step", "tokens", "seconds")]
     whole = all(isinstance(n, int) and n >= 0 for n in numbers[:2])
@@ -323,24 +218,6 @@ def _position(state: dict[str, Any]) -> Position:
     if not isinstance(state.get("pending"), dict):
         raise RuntimeError(f"its {STATE} lacks what the last step left")
     return Position(**{k: state[k] for k in ("step", "tokens", "seconds", "pending")})
-
-
-def _verify(folder: Path) -> None:
-    """Raise RuntimeError if any file is missing or changed."""
-    sums = _json(folder / MANIFEST)
-    if not {STATE, METADATA} <= sums.keys() or not any(name.startswith("__") for name in sums):
-        raise RuntimeError(f"its {MANIFEST} does not list every file")
-    for name, entry in sums.items():
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise RuntimeError(f"its {MANIFEST} has no size and checksum for {name}")
-        size, crc = entry
-        path = folder / name
-        if not path.exists():
-            raise RuntimeError(f"its file {name} is missing")
-        if path.stat().st_size != size:
-            raise RuntimeError(f"its file {name} has {path.stat().st_size} bytes, not {size}")
-        if _crc(path) != crc:
-            raise RuntimeError(f"its file {name} was changed since it was written")
 
 
 def _cause(error: BaseException) -> BaseException:

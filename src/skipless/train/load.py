@@ -27,6 +27,7 @@ from skipless.rundir import CHECKPOINTS, DATA, TOKENIZER, WEIGHTS, RunDir, conti
 from skipless.train import checkpoint
 from skipless.train.distributed import World, whole
 from skipless.train.result import check_weights, read_result
+from skipless.train.states import model_state
 
 FREQUENCY_TOKENS = 20_000_000
 """Enough to know frequencies by; counting them takes a tenth of a second."""
@@ -214,7 +215,7 @@ def save_weights(path: Path, model: nn.Module, world: World) -> None:
     from safetensors.torch import save
 
     tensors = {}
-    for key, tensor in checkpoint.model_state(model).items():
+    for key, tensor in model_state(model).items():
         full = whole(tensor)
         if world.is_main:
             tensors[key] = full.cpu().contiguous()

@@ -23,6 +23,7 @@ from skipless.log import say
 from skipless.model import Transformer
 from skipless.rundir import CHECKPOINTS, EVALUATION, QUANTISED, RESULT, SAMPLES, WEIGHTS, RunDir
 from skipless.train import checkpoint
+from skipless.train.states import model_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
     except (OSError, SafetensorError) as error:
         reason = "it is missing" if not path.exists() else str(error)
         raise UserError(f"cannot read {path} ({reason})") from None
-    wanted = {name: tuple(t.shape) for name, t in checkpoint.model_state(model).items()}
+    wanted = {name: tuple(t.shape) for name, t in model_state(model).items()}
     odd = sorted(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n))
     if odd:
         name = odd[0]

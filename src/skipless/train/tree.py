@@ -1,7 +1,7 @@
 """An optimiser's state as tensors plus JSON, and back without loss.
 
 `pack` walks a nested state, moves tensors into a flat dict and leaves holes; what remains is JSON
-in which tuples and non-text keys are marked. Read by checkpoint.py.
+in which tuples and non-text keys are marked. Read by states.py.
 """
 
 from __future__ import annotations
