@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from skipless.compiled import forget_compiled, unwrapped
 from skipless.decoding.blocks import STATE, FusedBlock
 from skipless.decoding.head import FusedHead
 from skipless.decoding.stack import Stack
@@ -35,6 +36,7 @@ def fuse(model: Transformer) -> Transformer:
     C++ engine, one quantised beyond the inputs of linear layers, keys and values, and for parts no
     such call covers.
     """
+    given, model = model, unwrapped(model)
     record = quantization(model)
     if not isinstance(model, Transformer) or record is None:
         raise UserError(
@@ -69,7 +71,8 @@ def fuse(model: Transformer) -> Transformer:
     if type(head) is nn.Linear and head.weight.dtype == torch.float32:
         head.__class__ = FusedHead
     record.handles.append(_Handle(model))
-    return model
+    forget_compiled()
+    return given
 
 
 def unfuse(model: Transformer) -> None:
@@ -78,6 +81,7 @@ def unfuse(model: Transformer) -> None:
     for handle in [h for h in record.handles if isinstance(h, _Handle)] if record else []:
         handle.remove()
         record.handles.remove(handle)  # pyright: ignore[reportOptionalMemberAccess]
+    forget_compiled()
 
 
 class _Handle:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.quant import (
@@ -47,6 +48,7 @@ def error_propagation(
     over all tokens and channels of all batches. Keys: site, layer, sublayer, r.
     Raises UserError for a model without stream sites, a stream site that never runs, or no batch.
     """
+    model = unwrapped(model)
     sites = find_sites(model, "stream")
     totals = {site.name: torch.zeros(2, dtype=torch.float64) for site in sites}
     order: dict[str, None] = {}
@@ -100,7 +102,7 @@ def site_sqnr(
     an all-zero tensor). Raises UserError when the scheme leaves activations in floating point and
     weights are not wanted, and as `quantize` does.
     """
-    scheme = Scheme.parse(scheme)
+    scheme, model = Scheme.parse(scheme), unwrapped(model)
     rows = []
     with quantized(
         model, scheme, scope, method=method, calibration=calibration, include_head=include_head

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
 from skipless.evaluate.prefixes import Prefixes
@@ -54,7 +55,7 @@ def sensitivity(
     """
     check_choice("keep", keep, ("others", "one"))
     check_choice("by", by, ("layer", "module"))
-    scheme = Scheme.parse(scheme)
+    scheme, model = Scheme.parse(scheme), unwrapped(model)
     data = list(as_list(batches))
     samples = None if calibration is None else list(as_list(calibration))
     units = _units(model, scheme, scope, keep, by)

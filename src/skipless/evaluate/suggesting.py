@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
 from skipless.evaluate.prefixes import Prefixes
@@ -75,7 +76,7 @@ def suggest_scheme(
     overrides, for `high` that is no wider than `low`, for `max_bits` below what `low` takes, and as
     `loss` and `quantize` do; the model is left as it was.
     """
-    low, high = Scheme.parse(low), Scheme.parse(high)
+    low, high, model = Scheme.parse(low), Scheme.parse(high), unwrapped(model)
     check_choice("by", by, ("layer", "module"))
     if max_increase is None and max_bits is None:
         max_increase = 0.05

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import run_eagerly, unwrapped
 from skipless.errors import UserError, check_choice
 from skipless.probes.attention import AttentionStatistics, eager_attention, find_probabilities
 from skipless.probes.geometry import JoinGeometry
@@ -50,6 +51,8 @@ class Probe:
     later as an attribute. Attention is sampled on the first `attention_batches` forward passes,
     which then run on the eager path: the same model within rounding.
 
+    What was compiled (`torch.compile`) runs uncompiled inside the block, where hooks are called.
+
     Statistics are float64 and survive the block. Values that are NaN or infinite are counted
     (`nonfinite` in the table, and `probe.nonfinite()`), never averaged in. Raises UserError if
     nothing was measured.
@@ -70,7 +73,7 @@ class Probe:
             check_choice("probe statistic", stat, STATS)
         if not self.stats:
             raise UserError(f"stats is empty; choose from {', '.join(STATS)}")
-        self.model = model
+        self.model = model = unwrapped(model)
         self.all_sites = find_sites(model) if sites is None or len(self.stats) > 1 else []
         self.sites = self._default_sites() if sites is None else select_sites(model, sites)
         self.explicit = stats is not None
@@ -87,6 +90,7 @@ class Probe:
         self._saw_empty = False
         self._handles: list[Any] = []
         self._eager: contextlib.ExitStack | None = None
+        self._uncompiled = contextlib.ExitStack()
 
     def _default_sites(self) -> list[Site]:
         if any(site.kind == "stream" for site in self.all_sites):
@@ -114,12 +118,14 @@ class Probe:
         if "attention" in self.stats:
             self._watch_attention(modules)
         add(self.model.register_forward_hook(self._finish, always_call=True))
+        self._uncompiled.enter_context(run_eagerly())
         return self
 
     def __exit__(self, *_: Any) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._uncompiled.close()
         self._finish()
 
     def _start(self, _: nn.Module, args: tuple, kwargs: dict) -> None:

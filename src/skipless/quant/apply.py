@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import forget_compiled, run_eagerly, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.methods import Method, method_name, needs_data, parse_methods
 from skipless.quant.record import Quantization, check_free, find_untouched, quantization
 from skipless.quant.scheme import Scheme
-from skipless.quant.targets import ActivationTarget, find_targets
+from skipless.quant.targets import ActivationTarget, WeightTarget, find_targets
 from skipless.quant.transforms.session import Session
 from skipless.quant.weights import round_weight
 from skipless.sites import ChoosesImplementation, chooses_implementation
@@ -65,10 +66,31 @@ def quantize(
     `include_head` adds the head and embeddings (tied ones are rounded once and stay tied),
     `include_convolutions` nn.Conv1d to 3d with their inputs.
     `layers` limits everything to some layers. The state_dict then holds quantised weights, and
-    other ones are not loaded over them. Raises UserError, leaving the model as it was, when nothing
-    matches, the model or a part of it is quantised already, calibration is missing or gives NaN, or
-    a weight is not finite.
+    other ones are not loaded over them. What `torch.compile` returned, or compiled inside the
+    model, is traced anew when it is called next. Raises UserError, leaving the model as it was,
+    when nothing matches, the model or a part of it is quantised already, calibration is missing or
+    gives NaN, or a weight is not finite.
     """
+    _quantize(
+        unwrapped(model), scheme, scope, method, overrides, calibration, include_head,
+        include_convolutions, layers,
+    )  # fmt: skip
+    forget_compiled()
+    return model
+
+
+def _quantize(
+    model: nn.Module,
+    scheme: Scheme | str,
+    scope: str = "linear",
+    method: str | Method | Sequence[str | Method] = "rtn",
+    overrides: Mapping[str, Scheme | str | None] | Iterable[str] = (),
+    calibration: Iterable[Any] | None = None,
+    include_head: bool = False,
+    include_convolutions: bool = False,
+    layers: Iterable[int | None] | None = None,
+) -> None:
+    """`quantize`, which compiled code does not learn of."""
     scheme = Scheme.parse(scheme).with_overrides(overrides)
     check_free(model)
     methods = parse_methods(method)
@@ -89,28 +111,8 @@ def quantize(
         handles=session.handles,
     )  # fmt: skip
     try:
-        record.eager = _switch_to_eager(model, targets)  # methods may run the sites as well
-        with torch.no_grad():
-            for each in methods:
-                each.prepare(session)
-            record.weights = [
-                round_weight(target, session.columns.get(target.modules[0])) for target in weights
-            ]
-        record.activations = [
-            ActivationQuantizer(target, target.scheme, state, _columns(target, session))
-            for target in targets
-        ]
-        register_hooks(model, record.activations, state, record.handles)
-        session.attach_first()
-        if any(quantizer.observer for quantizer in record.activations):
-            state.mode = "observe"
-            run_calibration(model, calibration, str(scheme))
-            for quantizer in record.activations:
-                quantizer.finish_calibration()
-            state.mode = "quantize"
-        with torch.no_grad():
-            methods[-1].choose(session, record.weights)  # type: ignore[union-attr]
-        state.unseen = set(state.names)
+        with run_eagerly():
+            _round(record, session, methods, weights, targets, calibration)
     except BaseException:
         for weight in record.weights:
             if weight.in_use:
@@ -122,7 +124,40 @@ def quantize(
         if not weight.in_use:
             weight.swap()
     record.keep_on(model)
-    return model
+
+
+def _round(
+    record: Quantization,
+    session: Session,
+    methods: Sequence[Method],
+    weights: Sequence[WeightTarget],
+    targets: list[ActivationTarget],
+    calibration: Iterable[Any] | None,
+) -> None:
+    """Fill the record: methods prepare, weights are rounded, ranges fixed, codes chosen."""
+    model, state = session.model, record.state
+    record.eager = _switch_to_eager(model, targets)  # methods may run the sites as well
+    with torch.no_grad():
+        for each in methods:
+            each.prepare(session)
+        record.weights = [
+            round_weight(target, session.columns.get(target.modules[0])) for target in weights
+        ]
+    record.activations = [
+        ActivationQuantizer(target, target.scheme, state, _columns(target, session))
+        for target in targets
+    ]
+    register_hooks(model, record.activations, state, record.handles)
+    session.attach_first()
+    if any(quantizer.observer for quantizer in record.activations):
+        state.mode = "observe"
+        run_calibration(model, calibration, str(record.scheme))
+        for quantizer in record.activations:
+            quantizer.finish_calibration()
+        state.mode = "quantize"
+    with torch.no_grad():
+        methods[-1].choose(session, record.weights)  # type: ignore[union-attr]
+    state.unseen = set(state.names)
 
 
 def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
@@ -131,6 +166,12 @@ def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
     Raises UserError when the model is not quantised, or when its weights were changed meanwhile
     (by training or load_state_dict), which restoring would throw away; `discard_changes` does so.
     """
+    _restore(unwrapped(model), discard_changes)
+    forget_compiled()
+    return model
+
+
+def _restore(model: nn.Module, discard_changes: bool = False) -> None:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; there is nothing to restore")
@@ -146,20 +187,25 @@ def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
     _detach(record)
     record.changes.undo()
     record.leave(model)
-    return model
 
 
 @contextmanager
 def quantized(
     model: nn.Module, scheme: Scheme | str, scope: str = "linear", **options: Any
 ) -> Iterator[nn.Module]:
-    """`quantize` for the length of a with statement; options as there."""
-    quantize(model, scheme, scope, **options)
-    try:
-        yield model
-    finally:
-        if quantization(model) is not None:
-            restore(model)
+    """`quantize` for the length of a with statement; options as there.
+
+    What was compiled (`torch.compile`) runs uncompiled meanwhile, so that it need not be compiled
+    again for a measurement or two.
+    """
+    inner = unwrapped(model)
+    with run_eagerly():
+        _quantize(inner, scheme, scope, **options)
+        try:
+            yield model
+        finally:
+            if quantization(inner) is not None:
+                _restore(inner)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError
 from skipless.quant.apply import Quantization, quantization, quantize
 from skipless.quant.bits import SUFFIXES, pack_weight, unpack_weight
@@ -39,6 +40,7 @@ def saved_form(
     not quantised or is in full precision for now, weights changed since, and for methods whose
     result is more than codes and scales.
     """
+    model = unwrapped(model)
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
@@ -135,6 +137,7 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
             f"the quantisation was saved in version {settings.get('version')!r} of the format and "
             f"this skipless reads {_VERSION}; install a newer skipless"
         )
+    model = unwrapped(model)
     codes = read_codes(tensors, settings)
     scheme = Scheme.parse(settings["scheme"])
     with torch.no_grad():
@@ -166,9 +169,15 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
         weight.scheme = originals.get(str(weight.scheme), weight.scheme)
     for site in record.activations:
         if (ends := settings["ranges"].get(site.site.name)) is not None:
-            kept = [torch.tensor(end, dtype=torch.float64) for end in ends]
+            kept = [_end(end) for end in ends]
             site.fix(tuple(kept) if len(kept) > 1 else kept[0])
     record.scheme, record.method = scheme, settings["method"]
+
+
+def _end(value: float) -> Tensor:
+    """An end of a range in the dtype it was found in: float32, of double models float64."""
+    wide = torch.tensor(value, dtype=torch.float64)
+    return wide.float() if wide.float() == wide else wide
 
 
 def _put(weight: QuantizedWeight, codes: Codes) -> None:

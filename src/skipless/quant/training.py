@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipless.compiled import forget_compiled, run_eagerly, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.apply import quantization, quantize
@@ -176,6 +177,7 @@ class QuantizedTraining:
             if hasattr(target.module, _STATE):
                 delattr(target.module, _STATE)
                 target.module.__class__ = own.plain_class
+        forget_compiled()
 
 
 class _Nothing:
@@ -195,14 +197,14 @@ def train_quantized(
 ) -> QuantizedTraining | Any:
     """Let `model` train quantised, in place: "W4A4 scope=block from=0.1 over=0.3" (`TrainingPlan`).
 
-    Call before compiling, and `at(progress)` before every step. `learned_clips` needs `calibration`
+    Call `at(progress)` before every step. `learned_clips` needs `calibration`
     batches for a start, `include_convolutions` adds nn.Conv1d to 3d. With None as the plan nothing
     happens and `at` does nothing. Raises UserError for a model that is quantised, static schemes,
     several processes, and as `quantize`.
     """
     if plan is None:
         return _Nothing()
-    plan = TrainingPlan.parse(plan)
+    plan, model = TrainingPlan.parse(plan), unwrapped(model)
     check_free(model)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UserError(
@@ -236,6 +238,7 @@ def train_quantized(
         mixin = _RoundedKernel if is_convolution(target.module) else _RoundedForward
         target.module.__class__ = combined(mixin, own.plain_class)
     training.at(0.0)
+    forget_compiled()
     return training
 
 
@@ -245,7 +248,8 @@ def _learn_clips(training: QuantizedTraining, calibration: Iterable[Any] | None)
     training.state.mode = "observe"
     if calibration is None:
         raise UserError("learned clips start from activations; pass calibration=batches")
-    run_calibration(training.model, calibration, "learned clips")
+    with run_eagerly():
+        run_calibration(training.model, calibration, "learned clips")
     for site in training.sites:
         assert site.observer is not None
         found = site.observer.range(site.site.name)

@@ -11,12 +11,7 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.model import Transformer
 
-__all__ = ["check_batch", "check_batches", "check_finite", "check_model", "unwrapped"]
-
-
-def unwrapped(model: Any) -> Any:
-    """The model inside what `torch.compile` returns; any other model is itself."""
-    return getattr(model, "_orig_mod", model)
+__all__ = ["check_batch", "check_batches", "check_finite", "check_model"]
 
 
 def check_model(model: Any, *, wrapped: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from skipless.compiled import unwrapped
 from skipless.config import ConnectionConfig
 from skipless.errors import UserError
 from skipless.model import Connection
@@ -66,7 +67,7 @@ def record(model: nn.Module) -> list[dict[str, Any]]:
 def refresh_record(model: nn.Module) -> None:
     """Write what the connections now are into the config of the model, and of its parts that have
     one of their own."""
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = unwrapped(model)
     for module in model.modules():
         config = getattr(module, "config", None)
         if not hasattr(type(module), "save_pretrained") or config is None:

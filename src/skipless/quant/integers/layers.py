@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import forget_compiled, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
@@ -69,6 +70,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     models then hold packed integers (`kvcache`). Raises UserError, leaving the model as it was, for
     anything else, for weights changed since, and when an engine refuses.
     """
+    given, model = model, unwrapped(model)
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
@@ -111,11 +113,13 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
             f"{_ON_INTEGERS}convolutions {', '.join(simulated[:3])}{more} simulated"
         )
     pack_cache(model)
-    return model
+    forget_compiled()
+    return given
 
 
 def from_integer(model: nn.Module) -> nn.Module:
     """Back to the simulation by hooks. Raises UserError if no layer runs on integers."""
+    given, model = model, unwrapped(model)
     record = quantization(model)
     handles = [h for h in record.handles if needs_integer(h)] if record else []
     if record is None or not handles:
@@ -125,14 +129,15 @@ def from_integer(model: nn.Module) -> nn.Module:
         record.handles.remove(handle)
     record.notes[:] = [note for note in record.notes if not note.startswith(_ON_INTEGERS)]
     unpack_cache(model)
-    return model
+    forget_compiled()
+    return given
 
 
 def integer_layers(model: nn.Module) -> dict[str, str]:
     """{name of a layer: its engine} for the layers that run on integers."""
     return {
         name: getattr(module, STATE).engine
-        for name, module in model.named_modules()
+        for name, module in unwrapped(model).named_modules()
         if isinstance(module, Executing)
     }
 

@@ -19,11 +19,12 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.model import Connection
 from skipless.quant import evaluation_mode
-from skipless.surgery.checking import check_batches, unwrapped
+from skipless.surgery.checking import check_batches
 from skipless.surgery.conversion.distilling import Loss, Yardstick
 from skipless.surgery.conversion.inputs import Batches, by_step, check_model, check_teacher
 from skipless.surgery.conversion.keeping import Keeper, keeping

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import unwrapped
 from skipless.config import ConnectionConfig
 from skipless.evaluate.losses import as_list
 from skipless.log import progress
 from skipless.model import Connection
-from skipless.surgery.checking import check_batches, check_finite, unwrapped
+from skipless.surgery.checking import check_batches, check_finite
 from skipless.surgery.conversion.distilling import Loss, Yardstick
 from skipless.surgery.conversion.results import Untrained
 from skipless.surgery.conversion.settings import ConversionConfig

@@ -27,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError
 from skipless.log import console
 from skipless.model import Transformer
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import first_tensor
-from skipless.surgery.checking import check_finite, unwrapped
+from skipless.surgery.checking import check_finite
 from skipless.surgery.dropping import revive
 from skipless.surgery.slimming.own_folding import fold_own
 from skipless.surgery.slimming.patched_folding import fold_patched

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.model import Connection, Transformer, is_absent
 from skipless.quant import evaluation_mode, run_batch
-from skipless.surgery.checking import check_batches, check_finite, unwrapped
+from skipless.surgery.checking import check_batches, check_finite
 from skipless.surgery.patching import CONSTANT_KINDS
 from skipless.surgery.records import connections
 from skipless.surgery.stacks import find_stacks
