@@ -7,8 +7,9 @@ from torch import nn
 from skipless.diagnose import diagnose
 from skipless.diagnose.block_noise import block_noise
 from skipless.diagnose.damage import Damage
-from skipless.diagnose.sensitivity import layer_sensitivity, rank_correlation
+from skipless.diagnose.sensitivity import layer_sensitivity
 from skipless.quant import Scheme, quantized
+from skipless.report.ranks import spearman
 from skipless.sites import first_tensor
 
 W8A8 = Scheme.parse("W8A8")
@@ -127,13 +128,13 @@ def test_it_orders_layers_by_their_damage_where_the_branches_own_noise_does_not(
     predicted = [row["predicted"] for row in found.layers]
     assert [row["increase"] for row in found.layers] == pytest.approx(measured, rel=1e-9)
     assert found.damage["predicted"] == "block"
-    assert rank_correlation(predicted, measured) > 0.9
+    assert spearman(predicted, measured) > 0.9
     branches = {
         row["layer"]: row["token_sqnr"]["W8A8"] for row in found.sites
         if row["kind"] == "sublayer_output"
     }  # fmt: skip
     own = [-branches[layer] for layer in range(6)]
-    assert rank_correlation(own, measured) < 0
+    assert spearman(own, measured) < 0
 
 
 def test_layers_of_two_stacks_are_added_and_a_cache_is_left_alone():

@@ -41,7 +41,7 @@ def test_a_report_is_written_whole(command, tmp_path, capsys):
     assert not (out / "parts").exists() and not list(out.glob(".*"))
     # it is not written over
     assert main(command) == 2
-    assert "holds a finished diagnosis" in capsys.readouterr().err
+    assert "holds a finished report" in capsys.readouterr().err
 
 
 def test_an_interrupted_diagnosis_goes_on(command, tmp_path, capsys, monkeypatch):

@@ -102,7 +102,7 @@ def test_convolutions_of_a_model_of_images(vit, capsys):
     assert main(["quantize", vit[0], "--images", vit[2] + "/0.png"]) == 2
     assert "there is one image" in capsys.readouterr().err
     assert main(["quantize", *vit, "--num-tokens", "64"]) == 2
-    assert "belong to models of text" in capsys.readouterr().err
+    assert "belongs to models of text" in capsys.readouterr().err
 
 
 def test_a_run_has_no_convolutions(tiny_run, capsys):

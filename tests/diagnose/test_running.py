@@ -12,7 +12,6 @@ from skipless.diagnose import diagnose
 from skipless.diagnose.batches import first_sequences
 from skipless.diagnose.collect import Collector
 from skipless.diagnose.damage import Damage, main_output, predicts_tokens
-from skipless.diagnose.sensitivity import rank_correlation
 from skipless.errors import UserError
 from skipless.quant import quantize, restore
 from skipless.sites import first_tensor
@@ -215,29 +214,6 @@ def _by_hand(model, tokens):
     low = loss(model, tokens).nats
     restore(model)
     return low - full
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        ([1, 2, 3, 4], [10, 20, 30, 40]),
-        ([1, 2, 3, 4], [4, 3, 2, 1]),
-        ([1, 2, 2, 5, 0], [3, 3, 1, 9, 2]),
-        ([0.1, 7.0, -2.0, 3.0, 3.0, 8.0], [5, 5, 5, 1, 2, 9]),
-    ],
-)
-def test_rank_correlation_is_scipys(a, b):
-    from scipy.stats import spearmanr
-
-    assert rank_correlation(a, b) == pytest.approx(spearmanr(a, b).statistic, abs=1e-12)
-
-
-def test_rank_correlation_of_too_little():
-    assert (
-        rank_correlation([1, 2], [1, 2]) is None and rank_correlation([1, 1, 1], [1, 2, 3]) is None
-    )
-    with pytest.raises(UserError, match="ranks of 2 and 3"):
-        rank_correlation([1, 2], [1, 2, 3])
 
 
 def test_who_predicts_tokens():

@@ -12,6 +12,7 @@ from skipless.report.inside import (
     gradients_by_depth,
     uniform_entropy,
 )
+from skipless.report.ranks import spearman
 
 FREE = ConnectionConfig(kind="none")
 
@@ -140,9 +141,21 @@ def test_the_reference_is_the_strongest_residual_row(make, tmp_path):
     assert pair.gap == pytest.approx(0.05)
 
 
-def test_spearman_against_scipy():
+@pytest.mark.parametrize(
+    ("xs", "ys"),
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 40]),
+        ([1, 2, 3, 4], [4, 3, 2, 1]),
+        ([3.0, 1.0, 4.0, 1.0, 5.0, 9.0], [2.0, 7.0, 1.0, 8.0, 2.0, 8.0]),
+        ([0.1, 7.0, -2.0, 3.0, 3.0, 8.0], [5, 5, 5, 1, 2, 9]),
+    ],
+)
+def test_spearman_against_scipy(xs, ys):
     stats = pytest.importorskip("scipy.stats")
-    xs, ys = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0], [2.0, 7.0, 1.0, 8.0, 2.0, 8.0]
-    assert measures.spearman(xs, ys) == pytest.approx(stats.spearmanr(xs, ys).statistic)
-    assert measures.spearman(xs[:3], ys[:3]) is None
-    assert measures.spearman([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None
+    assert spearman(xs, ys) == pytest.approx(stats.spearmanr(xs, ys).statistic, abs=1e-12)
+
+
+def test_spearman_of_too_little():
+    assert spearman([1, 2, 3], [1, 2, 3]) is None
+    assert spearman([1, 2, 3], [1, 2, 3], least=3) == pytest.approx(1)
+    assert spearman([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None

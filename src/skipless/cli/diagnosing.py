@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, option, whole_number
+from skipless.cli.material import Material
 from skipless.cli.measuring_models import is_plain_model
 from skipless.cli.terminal import print_json
 
@@ -92,119 +93,111 @@ def diagnose(
         layer_by_layer: hold one block of weights at a time, and leave out the same.
     """
     from skipless.errors import UserError
-    from skipless.scheme import Scheme
 
     chosen = [flag for flag, given in (("--against", against), ("--checkpoints", checkpoints),
                                        ("--over-time", over_time)) if given]  # fmt: skip
     if len(chosen) > 1:
         raise UserError(f"{chosen[0]} and {chosen[1]} are both given; keep one of them")
     for flag, given in (("--scope", scope), ("--measure", measure != "auto"),
-                        ("--no-layers", no_layers), ("--images", images), ("--audio", audio),
+                        ("--no-layers", no_layers),
                         ("--layer-by-layer", layer_by_layer and against is None)):  # fmt: skip
         if chosen and given:
             raise UserError(f"{flag} belongs to one model alone; leave it out of {chosen[0]}")
     if gradients and chosen not in ([], ["--checkpoints"]):
         raise UserError(f"--gradients measures models by themselves; leave it out of {chosen[0]}")
-    names = [name for text_ in schemes for name in text_.split(",") if name]
-    if not names:
-        raise UserError("--schemes is empty; name one such as W8A8")
-    for name in names:
-        Scheme.parse(name)
-    tokens = whole_number("--num-tokens", num_tokens)
+    names = _schemes(schemes)
     few = whole_number("--layer-tokens", layer_tokens)
-    length = whole_number("--sequence-length", sequence_length)
+    material = Material(
+        text, data, images, audio, whole_number("--num-tokens", num_tokens),
+        whole_number("--sequence-length", sequence_length),
+    )  # fmt: skip
     if out is None or not out.strip():
         raise UserError("--out is missing; name the folder to write")
-    if text is not None and not Path(text).exists():
-        raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
+    material.check()
     from skipless.pretrained.naming import check_named
 
     for name in [model, against] if against else [model]:
         check_named(name)
-    assert tokens is not None and few is not None, "they have defaults"
-    where = Text(text=text, data=data, num_tokens=tokens, length=length)
-    if over_time:
-        _over_time(model, where, out, json)
-        return
-    if checkpoints:
-        _checkpoints(model, checkpoints, where, names, gradients, out, json)
-        return
-    if against is not None:
-        _against(model, against, where, names, layer_by_layer, out, json)
-        return
-    from skipless.diagnose.comparison.comparing import is_diagnosis
-    from skipless.diagnose.loading import load_subject
     from skipless.diagnose.parts import check_free
-    from skipless.diagnose.running import diagnose as run
-    from skipless.diagnose.texts import read_batches
-    from skipless.diagnose.writing import PAGE
-    from skipless.log import say
 
     check_free(Path(out))
+    if over_time:
+        _over_time(model, material, out, json)
+    elif checkpoints:
+        _checkpoints(model, checkpoints, material, names, gradients, out, json)
+    elif against is not None:
+        _against(model, against, material, names, layer_by_layer, out, json)
+    else:
+        assert few is not None, "it has a default"
+        options = {"scope": scope, "measure": measure, "layers": not no_layers,
+                   "gradients": gradients}  # fmt: skip
+        _alone(model, material, names, few, layer_by_layer, options, out, json)
+
+
+def _schemes(schemes: tuple[str, ...]) -> list[str]:
+    """The names, which commas may join. Raises UserError for none and for what is no scheme."""
+    from skipless.errors import UserError
+    from skipless.scheme import Scheme
+
+    names = [name for text in schemes for name in text.split(",") if name]
+    if not names:
+        raise UserError("--schemes is empty; name one such as W8A8")
+    for name in names:
+        Scheme.parse(name)
+    return names
+
+
+def _alone(
+    model: str,
+    material: Material,
+    schemes: list[str],
+    layer_tokens: int,
+    layer_by_layer: bool,
+    options: dict[str, Any],
+    out: str,
+    json: bool,
+) -> None:
+    """One model; `options` go to `skipless.diagnose.diagnose`."""
+    from skipless.diagnose.comparison.comparing import is_diagnosis
+    from skipless.diagnose.loading import load_subject
+    from skipless.diagnose.running import diagnose as run
+    from skipless.diagnose.writing import PAGE
+    from skipless.errors import UserError
+    from skipless.log import say
+
     if is_diagnosis(model):
         raise UserError(
             f"{model} is a finished diagnosis; open {Path(model) / PAGE}, or name another one with "
             "--against"
         )
-    _check_media(images, audio, data, length)
-    if not (text or data or images or audio) and is_plain_model(model):  # before it is loaded
+    if material.flag is None and is_plain_model(model):  # before it is loaded
         raise UserError(
             f"there is no text to run {model} on; give --text FILE, or --data NAME (`skipless data "
             "list` shows names), or --images or --audio to a model of those"
         )
     subject = load_subject(model, layer_by_layer=layer_by_layer)
-    if images or audio:
-        from skipless.diagnose.media import read_audio, read_images
-
-        read = read_images(subject, images, text) if images else read_audio(subject, audio, text)
-    else:
-        read = read_batches(subject, text, data, tokens, length)
+    read = material.read(subject)
     result = run(
-        subject.model, read.batches, names,
-        scope=scope, measure=measure, tokenizer=subject.tokenizer,
-        layer_batches=cut_batches(read.batches, few), layers=not no_layers,
-        gradients=gradients, name=subject.name, about=read.about, out=out,
-        command=_command(model, subject.run is not None, text, data, bool(images or audio)),
-        say=lambda line: None if json else say(line),
+        subject.model, read.batches, schemes, tokenizer=subject.tokenizer,
+        layer_batches=cut_batches(read.batches, layer_tokens), name=subject.name,
+        about=read.about, command=_command(model, subject.run is not None, material), out=out,
+        say=lambda line: None if json else say(line), **options,
     )  # fmt: skip
     _show(result, Path(out) / PAGE, json)
 
 
-def _command(
-    model: str, is_run: bool, text: str | None, data: str | None, media: bool
-) -> str | None:
-    """The start of the `skipless quantize` line for what was diagnosed, which reads no images and
-    no sound, and of a run its held-out text alone."""
-    if media or is_run and not (Path(model) / "config.json").exists():  # a checkpoint of a run
+def _command(model: str, is_run: bool, material: Material) -> str | None:
+    """The start of the `skipless quantize` line for what was diagnosed, which of a run reads its
+    held-out text alone; None where there is none."""
+    if is_run and not (Path(model) / "config.json").exists():  # a checkpoint of a run
         return None
-    source = [] if is_run else ["--data", data] if data else ["--text", text or ""]
-    return shlex.join(["skipless", "quantize", model, *source])
-
-
-def _check_media(images: tuple, audio: tuple, data: str | None, length: int | None) -> None:
-    """Raise UserError for options that exclude one another."""
-    from skipless.errors import UserError
-
-    if images and audio:
-        raise UserError("--images and --audio are both given; keep one of them")
-    flag = "--images" if images else "--audio"
-    for other, given in (("--data", data), ("--sequence-length", length)):
-        if (images or audio) and given is not None:
-            raise UserError(f"{other} belongs to models of text; leave it out of {flag}")
-
-
-class Text(NamedTuple):
-    """What to read, as the arguments say it."""
-
-    text: str | None
-    data: str | None
-    num_tokens: int
-    length: int | None
-
-    @property
-    def named(self) -> bool:
-        """Whether a text was named."""
-        return self.text is not None or self.data is not None
+    named = [
+        *(["--data", material.data] if material.data else []),
+        *(["--text", material.text] if material.text else []),
+        *(["--images", *material.images] if material.images else []),
+        *(["--audio", *material.audio] if material.audio else []),
+    ]
+    return shlex.join(["skipless", "quantize", model, *([] if is_run else named)])
 
 
 def _show(result: Any, page: Path, json: bool) -> None:
@@ -221,15 +214,14 @@ def _show(result: Any, page: Path, json: bool) -> None:
     print(f"{page}  (beside it every number as JSON and CSV, and figures as PNG)")
 
 
-def _over_time(path: str, where: Text, out: str, json: bool) -> None:
-    from skipless.diagnose.parts import check_free
+def _over_time(path: str, material: Material, out: str, json: bool) -> None:
+    """The log of a training."""
     from skipless.errors import UserError
     from skipless.report.timeline import read_timeline
     from skipless.report.timeline_page import write_timeline
 
-    if where.named:
-        raise UserError("--over-time reads a log and no text; leave out --text and --data")
-    check_free(Path(out))
+    if material.flag is not None:
+        raise UserError(f"--over-time reads a log and runs no model; leave out {material.flag}")
     timeline = read_timeline(path)
     _show(timeline, write_timeline(timeline, Path(out) / "index.html"), json)
 
@@ -237,21 +229,19 @@ def _over_time(path: str, where: Text, out: str, json: bool) -> None:
 def _checkpoints(
     path: str,
     steps: tuple[str, ...],
-    where: Text,
+    material: Material,
     schemes: list[str],
     gradients: bool,
     out: str,
     json: bool,
 ) -> None:
+    """Several steps of one training."""
     from skipless.diagnose.checkpoints import find_checkpoints, measure_checkpoints
-    from skipless.diagnose.parts import check_free
-    from skipless.diagnose.texts import read_batches
     from skipless.log import say
 
-    check_free(Path(out))
     wanted = [word for text in steps for word in text.split(",") if word]
     found = find_checkpoints(path, wanted)
-    read = read_batches(found[-1].load(), *where)
+    read = material.read(found[-1].load())
     timeline = measure_checkpoints(
         [(saved.step, lambda saved=saved: saved.load().model) for saved in found],
         read.batches, schemes, gradients=gradients, name=path, about=read.about,
@@ -264,21 +254,19 @@ def _checkpoints(
 def _against(
     model: str,
     other: str,
-    where: Text,
+    material: Material,
     schemes: list[str],
     layer_by_layer: bool,
     out: str,
     json: bool,
 ) -> None:
+    """Two models, or two finished diagnoses."""
     from skipless.diagnose.comparison import compare, compare_diagnoses, read_diagnosis
     from skipless.diagnose.comparison.comparing import is_diagnosis
-    from skipless.diagnose.comparison.pairs import read_same
     from skipless.diagnose.loading import load_subject
-    from skipless.diagnose.parts import check_free
     from skipless.errors import UserError
     from skipless.log import say
 
-    check_free(Path(out))
     finished = [is_diagnosis(path) for path in (model, other)]
     if any(finished):
         if not all(finished):
@@ -287,16 +275,16 @@ def _against(
                 f"{folder} is a finished diagnosis and {rest} is none; give two models, or "
                 "diagnose that one too"
             )
-        if where.named:
+        if material.flag is not None:
             raise UserError(
-                f"{model} and {other} are finished diagnoses, which run no text; leave out --text "
-                "and --data"
+                f"{model} and {other} are finished diagnoses, which run no model; leave out "
+                f"{material.flag}"
             )
         pair = read_diagnosis(model), read_diagnosis(other)
         result = compare_diagnoses(*pair, names=(model, other), out=out)
     else:
         subjects = [load_subject(name, layer_by_layer=layer_by_layer) for name in (model, other)]
-        read = read_same(subjects, *where)
+        read = material.read_same(subjects)
         result = compare(
             subjects[0].model, subjects[1].model, read.batches, schemes, names=(model, other),
             about=read.about, out=out, say=lambda line: None if json else say(line),

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
+from skipless.cli.material import Material
 from skipless.cli.measuring_models import (
-    Material,
     is_plain_model,
     is_run,
     material_of_suggestion,
     quantize_model,
+    refuse_beside_run,
 )
 from skipless.cli.terminal import (
     method_lines,
@@ -118,7 +119,7 @@ def quantize(
         print_json(rows) if json else print(*method_lines(rows), sep="\n")
         return
     check_schemes(model, schemes)
-    material.refuse_beside_run(model)
+    refuse_beside_run(model, material)
     if include_convolutions:
         raise UserError(f"{model} is a run, whose model has no convolutions; leave the switch out")
     loaded = open_run(model)
@@ -166,11 +167,11 @@ def _suggest(
         model, calibration, batches = material_of_suggestion(name, material)
     else:
         check_schemes(name, between)
-        material.refuse_beside_run(name)
+        refuse_beside_run(name, material)
         loaded = open_run(name)
         from skipless.measure import calibration_batches, held_out_batches
 
-        model, batches = loaded.model, held_out_batches(loaded, material.tokens)
+        model, batches = loaded.model, held_out_batches(loaded, material.num_tokens)
         calibration = calibration_batches(loaded) if needed else ()
     from skipless.evaluate import suggest_scheme
     from skipless.log import say
@@ -188,7 +189,7 @@ def _suggest(
 
 def _is_model(name: str, material: Material) -> bool:
     """Whether `name` is meant as a model of others: text for it was named, or it is no run's."""
-    return not is_run(name) and (material.is_named or is_plain_model(name))
+    return not is_run(name) and (material.flag is not None or is_plain_model(name))
 
 
 def report(

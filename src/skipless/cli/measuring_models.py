@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from skipless.cli.material import Material
 from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
 from skipless.rundir import CONFIG
@@ -27,69 +28,44 @@ def is_plain_model(name: str) -> bool:
     return ((Path(name) / CONFIG).exists() and not is_run(name)) or name in MODELS.names()
 
 
-class Material(NamedTuple):
-    """What to measure on, as the arguments say it."""
+def refuse_beside_run(run: str, material: Material) -> None:
+    """UserError if anything is named to read: `run` has its own."""
+    if material.flag is not None:
+        raise UserError(f"{run} is a run and has its held-out text; leave out {material.flag}")
 
-    text: str | None
-    data: str | None
-    images: tuple[str, ...]
-    audio: tuple[str, ...]
-    tokens: int | None
 
-    @property
-    def is_named(self) -> bool:
-        """Whether there is anything."""
-        return bool(self.text or self.data or self.images or self.audio)
+def read_halves(name: str, material: Material) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+    """(the model called `name`, batches to calibrate on, other ones to measure on)."""
+    if material.flag is None:
+        raise UserError(
+            f"{name} is no run, which has its held-out text; give --text FILE, --data NAME "
+            "(`skipless data list` shows names), or --images or --audio to a model of those"
+        )
+    material.check()
+    if material.is_media and material.num_tokens:
+        raise UserError("--num-tokens belongs to models of text; leave it out of --images, --audio")
+    from skipless.pretrained.naming import check_named
 
-    def refuse_beside_run(self, run: str) -> None:
-        """UserError if anything is named: `run` has its own."""
-        if self.is_named:
-            flags = ("--text", "--data", "--images", "--audio")
-            flag = next(f for f, given in zip(flags, self[:4], strict=True) if given)
-            raise UserError(f"{run} is a run and has its held-out text; leave out {flag}")
+    check_named(name, holds_model=True)
+    from skipless.diagnose.loading import load_subject
 
-    def read(self, name: str) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-        """(the model called `name`, batches to calibrate on, other ones to measure on)."""
-        if not self.is_named:
-            raise UserError(
-                f"{name} is no run, which has its held-out text; give --text FILE, --data NAME "
-                "(`skipless data list` shows names), or --images or --audio to a model of those"
-            )
-        if self.text is not None and not Path(self.text).exists():
-            raise UserError(
-                f"--text is {self.text!r}, which does not exist; name a file or folder of text"
-            )
-        if self.images and self.audio:
-            raise UserError("--images and --audio are both given; keep one of them")
-        if (self.images or self.audio) and (self.data or self.tokens):
-            raise UserError("--data and --num-tokens belong to models of text; leave them out")
-        from skipless.pretrained.naming import check_named
+    subject = load_subject(name)
+    if material.is_media:
+        rows = _rows(material.read(subject).batches)
+        what = "image" if material.images else "recording"
+    else:
+        import torch
 
-        check_named(name, holds_model=True)
-        from skipless.diagnose.loading import load_subject
-        from skipless.diagnose.texts import read_batches
-
-        subject = load_subject(name)
-        if self.images or self.audio:
-            from skipless.diagnose.media import read_audio, read_images
-
-            if self.images:
-                read = read_images(subject, self.images, self.text)
-            else:
-                read = read_audio(subject, self.audio, self.text)
-            rows, what = _rows(read.batches), "image" if self.images else "recording"
-        else:
-            import torch
-
-            read = read_batches(subject, self.text, self.data, 2 * (self.tokens or 2048), None)
-            rows, what = list(torch.cat(read.batches).split(1)), "sequence"
-        if len(rows) < 2:
-            raise UserError(
-                f"there is one {what}, and methods are calibrated on others than they are measured "
-                "on; give more" + (", or fewer --num-tokens" if what == "sequence" else "")
-            )
-        half = (len(rows) + 1) // 2
-        return subject.model, _together(rows[:half]), _together(rows[half:])
+        tokens = 2 * (material.num_tokens or 2048)
+        rows = list(torch.cat(material._replace(num_tokens=tokens).read(subject).batches).split(1))
+        what = "sequence"
+    if len(rows) < 2:
+        raise UserError(
+            f"there is one {what}, and methods are calibrated on others than they are measured "
+            "on; give more" + (", or fewer --num-tokens" if what == "sequence" else "")
+        )
+    half = (len(rows) + 1) // 2
+    return subject.model, _together(rows[:half]), _together(rows[half:])
 
 
 def quantize_model(
@@ -104,7 +80,7 @@ def quantize_model(
 ) -> list[dict[str, Any]]:
     """Rows of `compare_methods`, calibrated on the first half and measured on the second."""
     parsed = [Scheme.parse(s).with_overrides(overrides) for s in schemes or ("W8A8", "W4A8")]
-    model, calibration, held_out = material.read(name)
+    model, calibration, held_out = read_halves(name, material)
     from skipless.diagnose.methods import compare_methods
     from skipless.log import say
 
@@ -119,8 +95,8 @@ def quantize_model(
 def material_of_suggestion(
     name: str, material: Material
 ) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-    """`Material.read` for a model that predicts tokens. Raises UserError for another."""
-    model, calibration, held_out = material.read(name)
+    """`read_halves` for a model that predicts tokens. Raises UserError for another."""
+    model, calibration, held_out = read_halves(name, material)
     from skipless.diagnose.damage import predicts_tokens
 
     if isinstance(held_out[0], Mapping) or not predicts_tokens(model, held_out[0]):

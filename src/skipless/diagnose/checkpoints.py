@@ -20,7 +20,7 @@ from skipless.diagnose.damage import predicts_tokens
 from skipless.diagnose.gradients import Loss, gradient_rows
 from skipless.diagnose.loading import Subject, load_subject
 from skipless.diagnose.parts import Parts, checksum
-from skipless.diagnose.running import GRADIENT_SEQUENCES
+from skipless.diagnose.running import GRADIENT_SEQUENCES, parse_schemes
 from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.weights import check_finite
 from skipless.errors import UserError
@@ -58,8 +58,7 @@ def measure_checkpoints(
     Raises UserError for fewer than two checkpoints, a step given twice, no batch, and as
     `diagnose` does.
     """
-    texts = [schemes] if isinstance(schemes, (str, Scheme)) else list(schemes)
-    parsed = list(dict.fromkeys(Scheme.parse(text) for text in texts))
+    parsed = parse_schemes(schemes)
     kept, pairs = list(as_list(batches)), list(checkpoints)
     if not kept:
         raise UserError("there is no batch to measure on; give at least one")
@@ -72,29 +71,34 @@ def measure_checkpoints(
         "name": name, "steps": steps, "schemes": [str(s) for s in parsed], "gradients": gradients,
         "about": about, "stamps": stamps, "checksum": checksum(nn.Module(), kept),
     }  # fmt: skip
-    parts, rows, missing, losses = Parts(out, settings), [], [], []
-    for step, source in sorted(pairs, key=lambda pair: pair[0]):
+    parts = Parts(out, settings)
+    with parts.held():
+        measured = []
+        for step, source in sorted(pairs, key=lambda pair: pair[0]):
 
-        def measure(step: int = step, source: Any = source) -> dict[str, Any]:
-            say(f"step {step}")
-            model = source if isinstance(source, nn.Module) else source()
-            return _row(model, kept, parsed, step, gradients, loss)
+            def measure(step: int = step, source: Any = source) -> dict[str, Any]:
+                say(f"step {step}")
+                model = source if isinstance(source, nn.Module) else source()
+                return _row(model, kept, parsed, step, gradients, loss)
 
-        row = parts.get(f"step-{step}", measure)
-        missing += row.pop("missing")
-        value = row.pop("loss")
-        losses += [] if value is None else [(step, value)]
-        rows.append(row)
-    timeline = make_timeline(
-        rows, name=name, about=f"{len(rows)} checkpoints measured on {about or 'the same batches'}",
-        losses={"held_out_loss": losses} if losses else {}, missing=list(dict.fromkeys(missing)),
-    )  # fmt: skip
-    if out is not None:
-        from skipless.report.timeline_page import write_timeline
+            measured.append(parts.get(f"step-{step}", measure))
+        timeline = _timeline(measured, name, about)
+        if out is not None:
+            from skipless.report.timeline_page import write_timeline
 
-        write_timeline(timeline, Path(out) / "index.html")
-        parts.clear()
+            write_timeline(timeline, Path(out) / "index.html")
     return timeline
+
+
+def _timeline(measured: list[dict[str, Any]], name: str, about: str) -> Timeline:
+    """Rows of `_row`, in the order of steps, over time."""
+    losses = [(row["step"], row["loss"]) for row in measured if row["loss"] is not None]
+    rows = [{k: v for k, v in row.items() if k not in ("loss", "missing")} for row in measured]
+    return make_timeline(
+        rows, name=name, about=f"{len(rows)} checkpoints measured on {about or 'the same batches'}",
+        losses={"held_out_loss": losses} if losses else {},
+        missing=list(dict.fromkeys(text for row in measured for text in row["missing"])),
+    )  # fmt: skip
 
 
 def _row(

@@ -45,23 +45,32 @@ class Damage:
             self.baseline: float | None = self._full.nats
         else:
             self._outputs = [output.detach().cpu() for output in self._run()]
+            self._energy = sum(float(y.double().square().sum()) for y in self._outputs)
             self.baseline = None
 
     def increase(self) -> tuple[float, float | None]:
-        """(loss minus full precision's, its paired standard error), or (distance, None)."""
+        """(loss minus full precision's, its paired standard error), or (distance, None).
+
+        Raises UserError for outputs that are not finite once quantised, and for a distance from
+        outputs that are all 0.
+        """
         if self.kind == "loss":
             found = sequence_losses(self.model, self.batches)
             return found.nats - self._full.nats, found.standard_error(self._full)
-        noise = energy = 0.0
+        if not self._energy:
+            raise UserError(
+                f"the outputs of {type(self.model).__name__} are all 0, from which no distance is "
+                "relative; train it, or give another batch"
+            )
+        noise = 0.0
         for old, new in zip(self._outputs, self._run(), strict=True):
             noise += float((new.cpu().double() - old.double()).square().sum())
-            energy += float(old.double().square().sum())
         if not math.isfinite(noise):
             raise UserError(
                 f"the outputs of {type(self.model).__name__} are not finite once quantised; use "
                 "wider activations"
             )
-        return math.sqrt(noise / energy) if energy else math.nan, None
+        return math.sqrt(noise / self._energy), None
 
     def _run(self) -> list[Tensor]:
         with evaluation_mode(self.model):

@@ -25,7 +25,7 @@ from skipless.evaluate.losses import IGNORE, split_batch
 from skipless.probes.gradients import gradient_norms
 from skipless.probes.moments import Moments, batch_moments
 from skipless.probes.passes import ForwardPass, in_backward
-from skipless.quant import evaluation_mode, run_batch
+from skipless.quant import evaluation_mode, placed, run_batch
 from skipless.report.inside import layer_of
 from skipless.sites import first_tensor
 
@@ -97,10 +97,7 @@ def _ratios(depth: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _loss(model: nn.Module, batch: Any) -> tuple[Tensor, str]:
     """The mean loss of a batch, and which it is."""
     if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        output = model(**{
-            k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()
-        })  # fmt: skip
+        output = model(**{key: placed(value, model) for key, value in batch.items()})
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if isinstance(own, Tensor):
             return own, "the model's own loss"

@@ -5,30 +5,41 @@
     speech to text         sound, and what is said in it: a transcript, or what the model hears
     other sound models     sound
 
-Images are read by Pillow, sound from uncompressed WAV files by the standard library.
-Read by the command line.
+Read by the command line and, for two models, by comparison/pairs.py.
 """
 
 from __future__ import annotations
 
 import inspect
-import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from skipless.diagnose.loading import Subject
+from skipless.diagnose.media_files import IN_PYTHON, find_images, open_image, open_wave, read_lines
 from skipless.diagnose.texts import BATCH_SIZE, Text
 from skipless.errors import UserError
+from skipless.quant import placed
 
-IMAGES = (".png", ".jpg", ".jpeg")
 MOST_HEARD = 64
 """Tokens that a speech model writes of one file when there is no transcript."""
-_PYTHON = "call skipless.diagnose.diagnose(model, batches) in Python with dicts of its inputs"
+
+
+def read_media(
+    subject: Subject,
+    images: Sequence[str],
+    audio: Sequence[str],
+    text: str | None = None,
+    *,
+    heard: Sequence[Any] | None = None,
+) -> Text:
+    """`read_images` or, without images, `read_audio`; `heard` is the latter's."""
+    if images:
+        return read_images(subject, images, text)
+    return read_audio(subject, audio, text, heard=heard)
 
 
 def read_images(subject: Subject, paths: Sequence[str], captions: str | None = None) -> Text:
@@ -48,7 +59,7 @@ def read_images(subject: Subject, paths: Sequence[str], captions: str | None = N
     both = "input_ids" in wanted
     if both and not hasattr(subject.model, "text_model"):
         raise UserError(
-            f"{kind} reads images inside a text of its own form; {_PYTHON} (docs/diagnose.md)"
+            f"{kind} reads images inside a text of its own form; {IN_PYTHON} (docs/diagnose.md)"
         )
     if both and captions is None:
         raise UserError(
@@ -56,12 +67,12 @@ def read_images(subject: Subject, paths: Sequence[str], captions: str | None = N
         )
     if captions is not None and not both:
         raise UserError(f"{kind} takes images and no text; leave out --text")
-    files = _find_images(paths)
+    files = find_images(paths)
     processor = _processor(subject, "AutoImageProcessor", "images")
-    lines = [] if captions is None else _lines(captions, len(files), "image", "images")
+    lines = [] if captions is None else read_lines(captions, len(files), "image", "images")
     batches = []
     for start in range(0, len(files), BATCH_SIZE):
-        pictures = [_open_image(file) for file in files[start : start + BATCH_SIZE]]
+        pictures = [open_image(file) for file in files[start : start + BATCH_SIZE]]
         batch = dict(processor(images=pictures, return_tensors="pt"))
         if lines:
             batch |= _tokens(subject, lines[start : start + BATCH_SIZE], start)
@@ -70,12 +81,20 @@ def read_images(subject: Subject, paths: Sequence[str], captions: str | None = N
     return Text(batches=batches, about=f"{len(files):,} {what} ({files[0].parent})")
 
 
-def read_audio(subject: Subject, paths: Sequence[str], transcripts: str | None = None) -> Text:
+def read_audio(
+    subject: Subject,
+    paths: Sequence[str],
+    transcripts: str | None = None,
+    *,
+    heard: Sequence[Any] | None = None,
+) -> Text:
     """One batch a WAV file: {"input_features", "decoder_input_ids"} for speech to text, else what
     the model's feature extractor makes.
 
-    `transcripts` has a line for every file. Raises UserError for a model that hears nothing, a file
-    that is no WAV or of another rate than the model's, no processor, and transcripts as captions.
+    `transcripts` has a line for every file; without it the model is given what it hears itself, or
+    the "decoder_input_ids" of `heard`, the batches of another one. Raises UserError for a model
+    that hears nothing, a file that is no WAV or of another rate than the model's, no processor, and
+    transcripts as captions.
     """
     wanted = _inputs(subject)
     kind = type(subject.model).__name__
@@ -89,17 +108,20 @@ def read_audio(subject: Subject, paths: Sequence[str], transcripts: str | None =
         raise UserError(f"{kind} takes sound and no text; leave out --text")
     processor = _processor(subject, "AutoFeatureExtractor", "sound")
     rate = int(getattr(processor, "sampling_rate", 16000))
-    sounds = [_open_wave(Path(path), rate, subject.name) for path in paths]
-    lines = [] if transcripts is None else _lines(transcripts, len(sounds), "WAV file", "WAV files")
+    sounds = [open_wave(Path(path), rate, subject.name) for path in paths]
+    lines = []
+    if transcripts is not None:
+        lines = read_lines(transcripts, len(sounds), "WAV file", "WAV files")
     batches: list[Any] = []
     for number, sound in enumerate(sounds):
         batch = dict(processor(sound, sampling_rate=rate, return_tensors="pt"))
         batch = {key: value for key, value in batch.items() if key in wanted}
-        if writes:
+        if writes and lines:
+            batch["decoder_input_ids"] = _tokens(subject, [lines[number]], number)["input_ids"]
+        elif writes:
             batch["decoder_input_ids"] = (
-                _tokens(subject, [lines[number]], number)["input_ids"]
-                if lines else _heard(subject, batch)
-            )  # fmt: skip
+                _heard(subject, batch) if heard is None else heard[number]["decoder_input_ids"]
+            )
         batches.append(batch)
     most = getattr(processor, "n_samples", None)  # Whisper's hears 30 s at a time
     seconds = sum(min(len(sound), most or len(sound)) for sound in sounds) / rate
@@ -107,8 +129,15 @@ def read_audio(subject: Subject, paths: Sequence[str], transcripts: str | None =
     if most is not None and any(len(sound) > most for sound in sounds):
         about += f", cut to {most / rate:g} s each"
     if writes:
-        about += ", with transcripts" if lines else ", with what the model hears in it"
+        about += ", with transcripts" if lines else f", with what {subject.name} hears in it"
     return Text(batches=batches, about=about)
+
+
+def has_processor(subject: Subject) -> bool:
+    """Whether a processor lies in the model's folder; what is no folder is thought to have one."""
+    folder = Path(subject.source)
+    names = ("preprocessor_config.json", "processor_config.json")
+    return not folder.is_dir() or any((folder / name).is_file() for name in names)
 
 
 def _inputs(subject: Subject) -> set[str]:
@@ -131,7 +160,7 @@ def _processor(subject: Subject, auto: str, what: str) -> Any:
         reason = " ".join(str(error).split())[:120]
         raise UserError(
             f"{subject.name} has no processor for {what} beside its weights ({reason}); put its "
-            f"preprocessor_config.json there, or {_PYTHON}"
+            f"preprocessor_config.json there, or {IN_PYTHON}"
         ) from None
 
 
@@ -148,86 +177,13 @@ def _quiet() -> Iterator[None]:
         transformers.utils.logging.set_verbosity(level)
 
 
-def _find_images(paths: Sequence[str]) -> list[Path]:
-    found = []
-    for path in map(Path, paths):
-        if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES)
-            if not inside:
-                raise UserError(f"{path} holds no image (.png, .jpg or .jpeg); name another folder")
-            found += inside
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise UserError(f"--images is {str(path)!r}, which does not exist")
-    return found
-
-
-def _open_image(path: Path) -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise UserError(
-            "Pillow is not installed, which reads images; install it with `pip install pillow`, or "
-            + _PYTHON
-        ) from None
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as an image: {error}") from None
-
-
-def _open_wave(path: Path, rate: int, name: str) -> np.ndarray:
-    """float32 samples in [-1, 1], channels averaged."""
-    if not path.is_file():
-        raise UserError(f"--audio is {str(path)!r}, which is no file; name WAV files")
-    try:
-        with wave.open(str(path), "rb") as file:
-            width, channels, found = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            content = file.readframes(file.getnframes())
-    except (OSError, EOFError, wave.Error) as error:
-        raise UserError(
-            f"{path} cannot be read as uncompressed WAV ({error}); convert it: `ffmpeg -i {path} "
-            f"-ar {rate} -ac 1 out.wav`"
-        ) from None
-    if found != rate:
-        raise UserError(
-            f"{path} has {found:,} samples a second and {name} takes {rate:,}; convert it: "
-            f"`ffmpeg -i {path} -ar {rate} -ac 1 out.wav`"
-        )
-    if width == 1:  # 8 bits are unsigned in WAV
-        samples = np.frombuffer(content, "u1").astype(np.float32) / 128 - 1
-    elif width in (2, 4):
-        samples = np.frombuffer(content, f"<i{width}") / np.float64(2 ** (8 * width - 1))
-    else:
-        raise UserError(f"{path} has {8 * width} bits a sample; convert it to 16")
-    if samples.size == 0:
-        raise UserError(f"{path} holds no sound; name another file")
-    return samples.reshape(-1, channels).mean(1).astype(np.float32)
-
-
-def _lines(path: str, number: int, one: str, several: str) -> list[str]:
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text {path} cannot be read: {error}; name a file of lines") from None
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if len(lines) != number:
-        raise UserError(
-            f"--text {path} has {len(lines)} line{'s' * (len(lines) != 1)} for {number} "
-            f"{one if number == 1 else several}; give a line for every {one}"
-        )
-    return lines
-
-
 def _tokens(subject: Subject, lines: list[str], first: int) -> dict[str, torch.Tensor]:
     """Token ids of some lines, padded to the longest."""
     tokenizer, limit = subject.tokenizer, subject.limit
     if tokenizer is None:
         raise UserError(
             f"{subject.name} has no tokenizer beside its weights, so that --text cannot be read; "
-            f"put tokenizer.json there, or {_PYTHON}"
+            f"put tokenizer.json there, or {IN_PYTHON}"
         )
     found = [tokenizer(line, verbose=False)["input_ids"] for line in lines]
     for number, ids in enumerate(found, first + 1):
@@ -251,7 +207,8 @@ def _heard(subject: Subject, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     most = min(MOST_HEARD, (subject.limit or MOST_HEARD + 8) - 8)  # some are given at the start
     try:
         with torch.no_grad(), _quiet():
-            ids = model.generate(**batch, max_new_tokens=max(1, most), do_sample=False)
+            given = {key: placed(value, model) for key, value in batch.items()}
+            ids = model.generate(**given, max_new_tokens=max(1, most), do_sample=False)
     except (AttributeError, ValueError, RuntimeError, KeyError, TypeError, IndexError) as error:
         reason = " ".join(str(error).split())[:120]
         raise UserError(

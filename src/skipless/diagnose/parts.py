@@ -28,6 +28,8 @@ from skipless.locking import try_lock
 FOLDER = "parts"
 LOCK = "lock"
 RESULT = "diagnosis.json"
+RESULTS = (RESULT, "comparison.json", "over-time.json")
+"""The numbers of each kind of report, written last: a folder that has one of them is finished."""
 
 
 class Parts:
@@ -73,9 +75,11 @@ class Parts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No other process keeps parts in this folder for the length of a with statement.
+        """For the length of a with statement, in which the report is written too, no other process
+        keeps parts in this folder; afterwards the parts are deleted, unless an exception left it.
 
-        Raises UserError where one does, or where nothing can be written.
+        Raises UserError where another process holds it or has finished meanwhile, or where nothing
+        can be written.
         """
         if self.out is None:
             yield
@@ -91,22 +95,25 @@ class Parts:
                 raise UserError(
                     f"another process is writing to {self.out}; wait for it, or name another folder"
                 )
+            if _is_finished(self.out):  # by whoever held the lock since __init__ looked
+                shutil.rmtree(self.out / FOLDER, ignore_errors=True)
+                check_free(self.out)
             yield
-
-    def clear(self) -> None:
-        """Delete the parts once the report holds them."""
-        if self.out is not None:
-            shutil.rmtree(self.out / FOLDER, ignore_errors=True)
+        shutil.rmtree(self.out / FOLDER, ignore_errors=True)
 
 
 def check_free(out: Path) -> None:
     """Raise UserError for a folder that holds a finished report or other files."""
     if out.is_file():
         raise UserError(f"{out} is a file; name a folder for the report")
-    if (out / RESULT).exists():
-        raise UserError(f"{out} holds a finished diagnosis; name another folder, or delete it")
+    if _is_finished(out):
+        raise UserError(f"{out} holds a finished report; name another folder, or delete it")
     if out.exists() and not (out / FOLDER).is_dir() and any(out.iterdir()):
         raise UserError(f"{out} exists already and holds other files; name a folder that does not")
+
+
+def _is_finished(out: Path) -> bool:
+    return any((out / name).exists() for name in RESULTS)
 
 
 def checksum(model: nn.Module, batches: Iterable[Any]) -> str:

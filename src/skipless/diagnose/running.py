@@ -5,9 +5,7 @@
     3. weights    every matrix
     4. attention, joins    S10, S7, S8 on the first sequences, on the eager path
        gradients           on request: one backward pass
-    5. layers     damage of one layer at a time, at each scheme; prediction
-    6. depth      R_l (S9), at the first scheme
-    7. alternatives    milder schemes and exempted layers, measured
+    5. damage of one layer at a time, error by depth, milder schemes (by_layer.py)
 
 What a model cannot show is listed in `missing` with the reason.
 """
@@ -16,31 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from skipless.diagnose.batches import check_module, first_sequences
-from skipless.diagnose.block_noise import block_noise
-from skipless.diagnose.damage import Damage
+from skipless.diagnose.by_layer import Work, by_layer
 from skipless.diagnose.gradients import Loss, gradient_rows
 from skipless.diagnose.parts import Parts, checksum, fingerprints
 from skipless.diagnose.result import Diagnosis
-from skipless.diagnose.sensitivity import (
-    alternatives,
-    layer_sensitivity,
-    predict,
-    rank_correlation,
-)
 from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.streaming import is_streamed
 from skipless.diagnose.weights import check_finite, weight_rows
 from skipless.errors import UserError
-from skipless.evaluate import error_propagation
 from skipless.evaluate.losses import as_list
 from skipless.probes import Probe
-from skipless.quant import Scheme, evaluation_mode, quantization, restore
+from skipless.quant import Scheme, evaluation_mode, quantization, restore, run_batch
 from skipless.quant.targets import find_targets
 
 SAMPLED_SEQUENCES = 2
@@ -83,14 +74,8 @@ def diagnose(
     The model is left as it was. Raises UserError for a parameter that is not finite, no batch, a
     model that is quantised, an unknown scheme, an `out` that exists, and as the measures do.
     """
-    names = [schemes] if isinstance(schemes, (str, Scheme)) else list(schemes)
-    parsed = list(dict.fromkeys(Scheme.parse(text) for text in names))
-    if not parsed:
-        raise UserError("give at least one scheme, such as 'W8A8'")
-    check_module(model)
-    if quantization(model) is not None:
-        raise UserError("the model is quantised; call restore(model) before diagnosing it")
-    check_finite(model)
+    parsed = parse_schemes(schemes)
+    _check(model)
     source = iter(as_list(batches))
     first = next(source, None)
     if first is None:
@@ -98,54 +83,65 @@ def diagnose(
     few = [first] if layer_batches is None else list(as_list(layer_batches))
     if not few:
         raise UserError("layer_batches is empty; give at least one, or layers=False")
+    name = name or type(model).__name__
     settings = {
-        "model": name or type(model).__name__, "about": about,
-        "schemes": [str(s) for s in parsed], "scope": scope, "measure": measure, "layers": layers,
-        "gradients": gradients, "target_db": target_db, "checksum": checksum(model, [first, *few]),
+        "model": name, "about": about, "schemes": [str(s) for s in parsed], "scope": scope,
+        "measure": measure, "layers": layers, "gradients": gradients, "target_db": target_db,
+        "checksum": checksum(model, [first, *few]),
     }  # fmt: skip
     parts, missing = Parts(out, settings), []
-    streamed = is_streamed(model)
-    if streamed and (layers or gradients):
+    if is_streamed(model) and (layers or gradients):
         gradients = False
         missing.append(
             "loss by layer, error by depth, milder schemes and gradients: they need all weights at "
             "once, and this model is read layer by layer"
         )
     chosen = _choose_scope(model, parsed[0], scope, missing)
-
-    def every() -> Iterable[Any]:
-        yield first
-        yield from source
-
-    with evaluation_mode(model), _left_alone(model), parts.held():
-        sites = parts.get(
-            "sites", lambda: site_rows(model, every(), parsed, tokenizer, target_db, say)
-        )
-        weights = parts.get("weights", lambda: weight_rows(model, parsed))
-        inside = parts.get("inside", lambda: _inside(model, first))
-        back = parts.get("gradients", lambda: _gradients(model, few[0], loss)) if gradients else {}
-        missing += sites["missing"] + inside["missing"] + back.get("missing", [])
-        found = {"layers": [], "depth": [], "alternatives": [], "damage": None}
-        if layers and chosen is not None and streamed:
-            found["layers"] = _noise_alone(model, few, parsed, chosen, missing, say)
-        elif layers and chosen is not None:
-            found = _by_layer(
-                model, few, parsed, chosen, measure, sites["rows"], weights, parts, say
+    with parts.held():
+        with evaluation_mode(model), _left_alone(model):
+            sites = parts.get(
+                "sites",
+                lambda: site_rows(model, chain([first], source), parsed, tokenizer, target_db, say),
             )
-            missing += found.pop("missing")
-    result = Diagnosis(
-        model=name or type(model).__name__, about=about, schemes=[str(s) for s in parsed],
-        scope=chosen, num_tokens=sites["num_tokens"], num_batches=sites["num_batches"],
-        sites=sites["rows"], weights=weights, attention=inside["attention"],
-        joins=inside["joins"], gradients=back.get("found"),
-        missing=missing, target_db=target_db, command=command, **found,
-    )  # fmt: skip
-    if out is not None:
-        from skipless.diagnose.writing import write
+            weights = parts.get("weights", lambda: weight_rows(model, parsed))
+            inside = parts.get("inside", lambda: _inside(model, first))
+            back = {"found": None, "missing": []}
+            if gradients:
+                back = parts.get("gradients", lambda: _gradients(model, few[0], loss))
+            found = {"layers": [], "depth": [], "alternatives": [], "damage": None, "missing": []}
+            if layers and chosen is not None:
+                found = by_layer(
+                    Work(model, few, chosen, parts, say), parsed, measure, sites["rows"], weights
+                )
+        missing += [*sites["missing"], *inside["missing"], *back["missing"], *found.pop("missing")]
+        result = Diagnosis(
+            model=name, about=about, schemes=settings["schemes"], scope=chosen,
+            num_tokens=sites["num_tokens"], num_batches=sites["num_batches"],
+            sites=sites["rows"], weights=weights, attention=inside["attention"],
+            joins=inside["joins"], gradients=back["found"], missing=missing,
+            target_db=target_db, command=command, **found,
+        )  # fmt: skip
+        if out is not None:
+            from skipless.diagnose.writing import write
 
-        write(result, Path(out))
-        parts.clear()
+            write(result, Path(out))
     return result
+
+
+def parse_schemes(schemes: Sequence[str | Scheme] | str) -> list[Scheme]:
+    """One or several, each once. Raises UserError for none and for what is no scheme."""
+    names = [schemes] if isinstance(schemes, (str, Scheme)) else list(schemes)
+    if not names:
+        raise UserError("give at least one scheme, such as 'W8A8'")
+    return list(dict.fromkeys(Scheme.parse(text) for text in names))
+
+
+def _check(model: nn.Module) -> None:
+    """Raise UserError for what cannot be diagnosed as it is."""
+    check_module(model)
+    if quantization(model) is not None:
+        raise UserError("the model is quantised; call restore(model) before diagnosing it")
+    check_finite(model)
 
 
 @contextmanager
@@ -186,8 +182,6 @@ def _choose_scope(
 
 def _inside(model: nn.Module, batch: Any) -> dict[str, Any]:
     """Attention and joins of the first sequences, and what the model does not show of them."""
-    from skipless.quant import run_batch
-
     found: dict[str, Any] = {"attention": [], "joins": [], "missing": []}
     small = first_sequences(batch, SAMPLED_SEQUENCES)
     for stat, key in (("attention", "attention"), ("geometry", "joins")):
@@ -207,93 +201,3 @@ def _gradients(model: nn.Module, batch: Any, loss: Loss | None) -> dict[str, Any
         return {"found": gradient_rows(model, small, loss), "missing": []}
     except UserError as error:
         return {"found": None, "missing": [f"gradients: {error}"]}
-
-
-def _noise_alone(
-    model: nn.Module,
-    batches: list[Any],
-    schemes: Sequence[Scheme],
-    scope: str,
-    missing: list[str],
-    say: Say,
-) -> list[dict[str, Any]]:
-    """The rows of layers of a model that is read layer by layer: predicted and not measured."""
-    rows = []
-    for scheme in schemes:
-        say(f"noise of every block at {scheme}")
-        options = {"calibration": batches} if scheme.needs_calibration else {}
-        try:
-            noise = block_noise(model, scheme, batches, scope, options)
-        except UserError as error:
-            missing.append(f"noise of blocks at {scheme}: {error}")
-            continue
-        rows += [
-            {"scheme": str(scheme), "layer": layer, "increase": None, "standard_error": None,
-             "predicted": value}
-            for layer, value in sorted(noise.items())
-        ]  # fmt: skip
-    return rows
-
-
-def _by_layer(
-    model: nn.Module,
-    batches: list[Any],
-    schemes: Sequence[Scheme],
-    scope: str,
-    measure: str,
-    sites: list[dict[str, Any]],
-    weights: list[dict[str, Any]],
-    parts: Parts,
-    say: Say,
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"layers": [], "depth": [], "alternatives": [], "missing": []}
-    damage = Damage(model, batches, measure)
-    found["damage"] = {
-        "kind": damage.kind, "unit": damage.unit, "baseline": damage.baseline, "correlation": {},
-    }  # fmt: skip
-    for scheme in schemes:
-        options = {"calibration": batches} if scheme.needs_calibration else {}
-        part = f"layers-{str(scheme).replace(':', '_')}"
-        known: list[dict[str, Any]] = parts.known(part) or []
-
-        def note(row: dict[str, Any], done: list, part: str = part) -> None:
-            done.append(row)
-            parts.keep(part, done)
-
-        done: list[dict[str, Any]] = []
-        say(f"one layer at a time at {scheme}")
-        try:
-            rows = layer_sensitivity(
-                damage, scheme, scope, options, lambda row, done=done: note(row, done), known
-            )
-        except UserError as error:
-            found["missing"].append(f"loss by layer at {scheme}: {error}")
-            continue
-        say(f"noise of every block at {scheme}")
-        try:
-            predicted = block_noise(model, scheme, batches, scope, options)
-        except UserError as error:
-            predicted = {}
-            found["missing"].append(f"noise of blocks at {scheme}: {error}")
-        found["damage"]["predicted"] = "block" if predicted else "sites"
-        predicted = predicted or predict(model, scheme, scope, sites, weights)
-        rows = [r | {"scheme": str(scheme), "predicted": predicted.get(r["layer"])} for r in rows]
-        pairs = [r for r in rows if r["predicted"] is not None]
-        found["damage"]["correlation"][str(scheme)] = rank_correlation(
-            [r["predicted"] for r in pairs], [r["increase"] for r in pairs]
-        )
-        found["layers"] += rows
-    scheme = schemes[0]
-    options: dict[str, Any] = {"calibration": batches} if scheme.needs_calibration else {}
-    say(f"error by depth at {scheme}")
-    try:
-        found["depth"] = parts.get(
-            "depth", lambda: error_propagation(model, scheme, batches, scope, **options)
-        )
-    except UserError as error:
-        found["missing"].append(f"error by depth: {error}")
-    mine = [row for row in found["layers"] if row["scheme"] == str(scheme)]
-    found["alternatives"] = parts.get(
-        "alternatives", lambda: alternatives(damage, scheme, scope, options, mine, say)
-    )
-    return found

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from skipless.diagnose.damage import Damage
+from skipless.diagnose.site_rows import Say
 from skipless.errors import UserError
 from skipless.quant import Scheme, quantized
 from skipless.quant.targets import find_targets
@@ -96,47 +97,41 @@ def _ratio(decibels: float | None) -> float:
     return 0.0 if decibels is None or math.isnan(decibels) else 10 ** (-decibels / 10)
 
 
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None for fewer than three pairs or
-    where one side is constant."""
-    if len(a) != len(b):
-        raise UserError(f"ranks of {len(a)} and {len(b)} values cannot be compared")
-    if len(a) < 3:
-        return None
-    x, y = _ranks(a), _ranks(b)
-    centre = (len(a) - 1) / 2
-    x, y = [v - centre for v in x], [v - centre for v in y]
-    size = math.sqrt(sum(v * v for v in x) * sum(v * v for v in y))
-    return sum(p * q for p, q in zip(x, y, strict=True)) / size if size else None
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks, start = [0.0] * len(values), 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for place in order[start : end + 1]:
-            ranks[place] = (start + end) / 2
-        start = end + 1
-    return ranks
-
-
 def alternatives(
     damage: Damage,
     scheme: Scheme,
     scope: str,
     options: dict[str, Any],
     layers: Sequence[dict[str, Any]],
-    say: Callable[[str], None],
+    say: Say,
 ) -> list[dict[str, Any]]:
     """The whole model at `scheme`, at its milder forms, and without its worst layers, measured.
 
-    Rows: what, scheme (with overrides), scope, exempt (layers in full precision), increase,
-    standard_error, code (what to paste).
+    Rows, `scheme` as asked first: what, scheme (with overrides), scope, exempt (layers in full
+    precision), increase, standard_error, code (what to paste). A milder form that cannot be
+    measured is left out. Raises UserError where `scheme` itself cannot be.
     """
-    forms: list[tuple[str, Scheme, str]] = [("as asked", scheme, scope)]
+    rows = [_whole(damage, "as asked", scheme, scope, options, say)]
+    for what, other, where in _milder(scheme, scope):
+        rows += _tried(damage, what, other, where, options, say)
+    asked = rows[0]["increase"]
+    order = [row["layer"] for row in sorted(layers, key=lambda r: -r["increase"])]
+    number = 1
+    while 2 * number <= len(order) and asked > 0:
+        worst = sorted(order[:number])
+        listed = f"layer{'s' * (number > 1)} {', '.join(map(str, worst))}"
+        mixed = without_layers(damage.model, scheme, scope, worst)
+        found = _tried(damage, f"{listed} in full precision", mixed, scope, options, say)
+        rows += [row | {"exempt": worst} for row in found]
+        if found and found[0]["increase"] <= ENOUGH * asked:
+            break
+        number *= 2
+    return rows
+
+
+def _milder(scheme: Scheme, scope: str) -> list[tuple[str, Scheme, str]]:
+    """(in words, scheme, scope) of what rounds less."""
+    forms = []
     for what, changes in VARIANTS.items():
         try:
             other = replace(scheme, **changes)
@@ -146,27 +141,18 @@ def alternatives(
             forms.append((what, other, scope))
     if scope != "linear":
         forms.append(("inputs of linear layers only", scheme, "linear"))
-    rows = []
-    for what, other, where in forms:
-        say(f"whole model at {other}, scope {where}")
-        try:
-            rows.append(_whole(damage, what, other, where, options))
-        except UserError as error:
-            say(f"{other} left out: {error}")
-    asked = rows[0]["increase"] if rows else 0.0
-    order = [row["layer"] for row in sorted(layers, key=lambda r: -r["increase"])]
-    number = 1
-    while 2 * number <= len(order) and asked > 0:
-        worst = sorted(order[:number])
-        listed = f"layer{'s' * (number > 1)} {', '.join(map(str, worst))}"
-        say(f"{listed} in full precision")
-        mixed = without_layers(damage.model, scheme, scope, worst)
-        row = _whole(damage, f"{listed} in full precision", mixed, scope, options)
-        rows.append(row | {"exempt": worst})
-        if rows[-1]["increase"] <= ENOUGH * asked:
-            break
-        number *= 2
-    return rows
+    return forms
+
+
+def _tried(
+    damage: Damage, what: str, scheme: Scheme, scope: str, options: dict[str, Any], say: Say
+) -> list[dict[str, Any]]:
+    """The row of `_whole`; none where it cannot be measured."""
+    try:
+        return [_whole(damage, what, scheme, scope, options, say)]
+    except UserError as error:
+        say(f"{scheme} left out: {error}")
+        return []
 
 
 def _whole(
@@ -175,7 +161,9 @@ def _whole(
     scheme: Scheme,
     scope: str,
     options: dict[str, Any],
+    say: Say,
 ) -> dict[str, Any]:
+    say(f"whole model at {scheme}, scope {scope}")
     with quantized(damage.model, scheme, scope, **options):
         increase, error = damage.increase()
     code = f'quantize(model, "{scheme}", scope="{scope}")'

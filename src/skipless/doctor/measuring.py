@@ -20,6 +20,7 @@ from skipless.doctor.evidence import Evidence, Leak
 from skipless.doctor.weights import weight_memory
 from skipless.errors import UserError
 from skipless.probes import Probe
+from skipless.quant import placed
 from skipless.report.inside import layer_of
 from skipless.sites import first_tensor
 
@@ -59,10 +60,10 @@ def call(model: nn.Module, batch: Batch) -> Any:
     """The model's result for one batch; a pair counts as (input_ids, labels)."""
     try:
         if isinstance(batch, Mapping):
-            return model(**batch)
+            return model(**{key: placed(value, model) for key, value in batch.items()})
         if isinstance(batch, tuple):
-            return model(batch[0], labels=batch[1])
-        return model(batch)
+            return model(placed(batch[0], model), labels=placed(batch[1], model))
+        return model(placed(batch, model))
     except (TypeError, RuntimeError, IndexError) as error:
         raise UserError(
             f"{type(model).__name__} cannot run on the batch: {' '.join(str(error).split())}; pass "

@@ -31,7 +31,7 @@ from skipless.quant.apply import (
     quantized,
     restore,
 )
-from skipless.quant.calibrate import evaluation_mode, run_batch
+from skipless.quant.calibrate import evaluation_mode, placed, run_batch
 from skipless.quant.fake import Codes, clip_range, fake_quantize, integer_codes
 from skipless.quant.gaussian import gaussian_clip, gaussian_mse, gaussian_sqnr
 from skipless.quant.integers.layers import IntegerLinear, from_integer, integer_layers, to_integer
@@ -62,6 +62,7 @@ __all__ = [
     "integer_layers",
     "measured",
     "paused",
+    "placed",
     "quantization",
     "quantize",
     "quantize_weight",

@@ -16,16 +16,14 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 
+_COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Types that layers compute in; weights in others, such as fp8, say nothing about inputs."""
+
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
-    """Call `model` on one batch, moved to the model's device; labels are left out."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    """Call `model` on one batch, `placed` for it; labels are left out."""
     if isinstance(batch, Mapping):
-        inputs = {
-            key: value.to(device) if isinstance(value, Tensor) else value
-            for key, value in batch.items()
-            if key != "labels"
-        }
+        inputs = {key: placed(value, model) for key, value in batch.items() if key != "labels"}
         return model(**inputs)
     if isinstance(batch, (tuple, list)):
         batch = batch[0] if batch else None
@@ -34,7 +32,23 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
             f"a batch is {type(batch).__name__}; a tensor, a pair (inputs, labels) or a dict of "
             "keyword arguments was expected"
         )
-    return model(batch.to(device))
+    return model(placed(batch, model))
+
+
+def placed(value: Any, model: nn.Module) -> Any:
+    """A tensor on the device of `model`, a floating one in its dtype; anything else as it is.
+
+    Processors make float32, which the first layer of a half-precision model refuses. A dtype that
+    any of the parameters has is left alone: such a model is mixed on purpose.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    first = next(iter(model.parameters()), None)
+    value = value if first is None else value.to(first.device)
+    if not value.is_floating_point():
+        return value
+    dtypes = dict.fromkeys(p.dtype for p in model.parameters() if p.dtype in _COMPUTED)
+    return value if not dtypes or value.dtype in dtypes else value.to(next(iter(dtypes)))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 from skipless.report.load import RunData, number
@@ -231,20 +231,3 @@ def final_error(run: RunData) -> float | None:
     """R_N: the relative error of the stream after the last layer (S9)."""
     values = error_by_depth(run)[1]
     return values[-1] if values else None
-
-
-def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """Rank correlation in [-1, 1], ties averaged; None for fewer than 4 points or no spread."""
-    if len(xs) < 4:
-        return None
-    a, b = _ranks(xs), _ranks(ys)
-    centre = (len(xs) - 1) / 2
-    spread = math.sqrt(sum((v - centre) ** 2 for v in a) * sum((v - centre) ** 2 for v in b))
-    if not spread:
-        return None
-    return sum((u - centre) * (v - centre) for u, v in zip(a, b, strict=True)) / spread
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    ordered = sorted(values)
-    return [ordered.index(v) + (ordered.count(v) - 1) / 2 for v in values]

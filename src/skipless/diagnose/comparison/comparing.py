@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from skipless.diagnose.batches import first_sequences
+from skipless.diagnose.batches import check_module, first_sequences
 from skipless.diagnose.comparison.difference import Difference, change, site_differences
 from skipless.diagnose.comparison.outputs import Outputs, distance_by_depth, parameter_rows
 from skipless.diagnose.parts import RESULT, Parts, checksum
 from skipless.diagnose.result import Diagnosis
-from skipless.diagnose.running import SAMPLED_SEQUENCES
+from skipless.diagnose.running import SAMPLED_SEQUENCES, parse_schemes
 from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.weights import check_finite
 from skipless.errors import UserError
@@ -49,12 +49,12 @@ def compare(
     Raises UserError for no batch, no common site, an unknown scheme, a quantised model, and as
     `diagnose` does.
     """
-    texts = [schemes] if isinstance(schemes, (str, Scheme)) else list(schemes)
-    parsed = list(dict.fromkeys(Scheme.parse(text) for text in texts))
+    parsed = parse_schemes(schemes)
     kept = list(as_list(batches))
     if not kept:
         raise UserError("there is no batch to measure on; give at least one")
     for name, model in zip("AB", (a, b), strict=True):
+        check_module(model)
         if quantization(model) is not None:
             raise UserError(f"model {name} is quantised; call restore(model) before comparing it")
         check_finite(model)
@@ -64,22 +64,33 @@ def compare(
     }  # fmt: skip
     parts = Parts(out, settings)
     tables = {}
-    with evaluation_mode(a), evaluation_mode(b):
-        for part, model in (("a", a), ("b", b)):
-            if parts.known(part) is None:
-                say(f"sites of {names[part == 'b']}")
-            tables[part] = parts.get(
-                part,
-                lambda model=model: site_rows(
-                    model, kept, parsed, tokenizer, 30.0, say, remedies=False
-                ),
-            )
-        check_common(tables["a"]["rows"], tables["b"]["rows"])
-        say("outputs of both")
-        apart = parts.get("apart", lambda: _apart(a, b, kept))
-    missing = [f"{part.upper()}: {text}" for part in ("a", "b") for text in tables[part]["missing"]]
-    result = _difference(
-        tables["a"]["rows"], tables["b"]["rows"], settings["schemes"], a=names[0], b=names[1],
+    with parts.held():
+        with evaluation_mode(a), evaluation_mode(b):
+            for part, model in (("a", a), ("b", b)):
+                if parts.known(part) is None:
+                    say(f"sites of {names[part == 'b']}")
+                tables[part] = parts.get(
+                    part,
+                    lambda model=model: site_rows(
+                        model, kept, parsed, tokenizer, 30.0, say, remedies=False
+                    ),
+                )
+            check_common(tables["a"]["rows"], tables["b"]["rows"])
+            say("outputs of both")
+            apart = parts.get("apart", lambda: _apart(a, b, kept))
+        result = _joined(tables, apart, settings, about)
+        _write(result, out)
+    return result
+
+
+def _joined(
+    tables: dict[str, Any], apart: dict[str, Any], settings: dict[str, Any], about: str
+) -> Difference:
+    """The result out of the finished parts."""
+    missing = [f"{part.upper()}: {text}" for part in "ab" for text in tables[part]["missing"]]
+    return _difference(
+        tables["a"]["rows"], tables["b"]["rows"], settings["schemes"],
+        a=settings["names"][0], b=settings["names"][1],
         about=about or f"{tables['a']['num_tokens']:,} tokens", outputs=apart["outputs"],
         depth=apart["depth"], missing=[*missing, *apart["missing"]],
         weights=[
@@ -87,7 +98,6 @@ def compare(
             for row in apart["weights"]
         ],
     )  # fmt: skip
-    return _written(result, out, parts)
 
 
 def compare_diagnoses(
@@ -101,7 +111,6 @@ def compare_diagnoses(
     """
     check_common(a.sites, b.sites)
     names = names or (a.model, b.model)
-    parts = Parts(out, {"names": names, "of": "two diagnoses"})
     schemes = [scheme for scheme in a.schemes if scheme in b.schemes]
     missing = ["distance of outputs, stream and weights: two folders hold no models; give models"]
     if not schemes:
@@ -127,7 +136,9 @@ def compare_diagnoses(
         about=a.about if a.about == b.about else f"A: {a.about}; B: {b.about}",
         outputs=None, depth=[], missing=missing, weights=weights,
     )  # fmt: skip
-    return _written(result, out, parts)
+    with Parts(out, {"names": names, "of": "two diagnoses"}).held():
+        _write(result, out)
+    return result
 
 
 def read_diagnosis(folder: str | Path) -> Diagnosis:
@@ -184,10 +195,8 @@ def _difference(
     )  # fmt: skip
 
 
-def _written(result: Difference, out: str | Path | None, parts: Parts) -> Difference:
+def _write(result: Difference, out: str | Path | None) -> None:
     if out is not None:
         from skipless.diagnose.comparison.page import write
 
         write(result, Path(out))
-        parts.clear()
-    return result

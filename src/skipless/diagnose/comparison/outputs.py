@@ -109,7 +109,8 @@ class Outputs:
 def _real(y: Tensor, batch: Any) -> Tensor:
     """The output without padded tokens, where the batch has a mask that fits."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and mask.dim() == 2 and y.shape[:2] == mask.shape:
+    # Two dimensions are similarities of images and captions, of which tokens are none.
+    if isinstance(mask, Tensor) and mask.dim() == 2 < y.dim() and y.shape[:2] == mask.shape:
         return y[mask.cpu() != 0]
     return y
 

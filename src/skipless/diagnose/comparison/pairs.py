@@ -1,10 +1,13 @@
-"""The same tokens for two models from the command line: one text, cut alike by both tokenizers.
+"""The same inputs for two models from the command line: text, images or sound read alike by both.
 
-Read by the command line.
+A subject without a tokenizer or processor of its own takes what the other's make. Read by the
+command line.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,12 +16,15 @@ import torch
 from torch import Tensor
 
 from skipless.diagnose.loading import Subject
+from skipless.diagnose.media import has_processor, read_media
 from skipless.diagnose.texts import Text, read_batches
 from skipless.errors import UserError
 
+_WRITTEN = ("input_ids", "decoder_input_ids")
+
 
 def read_same(
-    subjects: list[Subject],
+    subjects: Sequence[Subject],
     text: str | None,
     data: str | None,
     num_tokens: int,
@@ -26,9 +32,8 @@ def read_same(
 ) -> Text:
     """Batches that every subject takes, as `read_batches` makes them.
 
-    A subject without a tokenizer gets the ids of the others, if its vocabulary holds them. Raises
-    UserError as `read_batches` does, and for tokenizers that cut the text differently, runs whose
-    held-out texts differ, and ids beyond a vocabulary.
+    Raises UserError as `read_batches` does, and for tokenizers that cut the text differently, runs
+    whose held-out texts differ, and ids beyond a vocabulary.
     """
     known = [subject for subject in subjects if subject.tokenizer is not None] or subjects[:1]
     limits = [subject.limit for subject in subjects if subject.limit is not None]
@@ -47,6 +52,70 @@ def read_same(
     for subject in subjects:
         _check_vocabulary(subject, found[0].batches)
     return found[0]
+
+
+def read_same_media(
+    subjects: Sequence[Subject], images: Sequence[str], audio: Sequence[str], text: str | None
+) -> Text:
+    """Batches that every subject takes, as `read_media` makes them; without a transcript all are
+    given what the first one hears.
+
+    Raises UserError as `read_media` does, and for models whose processors or tokenizers make
+    different inputs of the same files, and token ids beyond a vocabulary.
+    """
+    known = [s for s in subjects if has_processor(s) and (text is None or s.tokenizer is not None)]
+    one, *others = known or subjects[:1]
+    found = read_media(one, images, audio, text)
+    for other in others:
+        theirs = read_media(other, images, audio, text, heard=found.batches)
+        for mine, yours in zip(found.batches, theirs.batches, strict=True):
+            _check_alike(one, other, mine, yours)
+    for subject in subjects:
+        taken = set(inspect.signature(subject.model.forward).parameters)
+        if missing := set(found.batches[0]) - taken:
+            raise UserError(
+                f"{subject.name} takes no {', '.join(sorted(missing))}, which {one.name} is given; "
+                "compare models of one kind"
+            )
+        _check_written(subject, found.batches)
+    return found
+
+
+def _check_alike(a: Subject, b: Subject, of_a: dict[str, Tensor], of_b: dict[str, Tensor]) -> None:
+    """Raise UserError where two models would be given other numbers."""
+    if of_a.keys() != of_b.keys():
+        said = f"{', '.join(of_a)} for one and {', '.join(of_b)} for the other"
+    else:
+        apart = [k for k, v in of_a.items() if v.shape != of_b[k].shape or not _equal(v, of_b[k])]
+        if not apart:
+            return
+        x, y = of_a[apart[0]], of_b[apart[0]]
+        said = (
+            f"{apart[0]} differs by up to {float((y.double() - x.double()).abs().max()):.3g}"
+            if (x.shape == y.shape)
+            else f"{apart[0]} is {tuple(x.shape)} for one and {tuple(y.shape)} for the other"
+        )
+    raise UserError(
+        f"{a.name} and {b.name} read the same files differently ({said}), so that they cannot be "
+        "compared value by value; diagnose each alone, then compare the two folders: `skipless "
+        "diagnose DIR_A --against DIR_B --out DIR`"
+    )
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _check_written(subject: Subject, batches: Sequence[dict[str, Tensor]]) -> None:
+    """Raise UserError for captions or transcripts with ids that the model does not have."""
+    config = getattr(subject.model, "config", None)
+    size = getattr(config and config.get_text_config(decoder=True), "vocab_size", None)
+    ids = [batch[key] for batch in batches for key in _WRITTEN if key in batch]
+    if size is not None and ids and (largest := max(int(each.max()) for each in ids)) >= size:
+        raise UserError(
+            f"{subject.name} knows token ids below {size:,} and is given id {largest:,}: its "
+            "tokenizer is another one; compare models of one tokenizer"
+        )
 
 
 def _ids(batch: Any) -> Tensor:
