@@ -208,6 +208,19 @@ CONVOLUTIONS = {
     "same": (lambda: nn.Conv2d(2, 5, (3, 4), padding="same", bias=False), (2, 2, 6, 7)),
     "reflect": (lambda: nn.Conv1d(2, 5, 3, padding=2, padding_mode="reflect"), (2, 2, 6)),
     "circular": (lambda: nn.Conv2d(2, 5, 3, padding=1, padding_mode="circular"), (1, 2, 5, 4)),
+    "groups": (lambda: nn.Conv2d(6, 9, (2, 3), groups=3, padding=1, stride=2), (2, 6, 5, 6)),
+    "wide groups": (lambda: nn.Conv1d(6, 40, 3, groups=2, padding="same"), (2, 6, 7)),
+    "depthwise": (
+        lambda: nn.Conv1d(34, 34, 3, groups=34, stride=2, padding=3, dilation=2),
+        (2, 34, 8),
+    ),
+    "depthwise, two of each": (
+        lambda: nn.Conv2d(
+            4, 8, 3, groups=4, dilation=(1, 2), padding_mode="reflect", padding=1, bias=False
+        ),
+        (2, 4, 6, 7),
+    ),
+    "groups in volume": (lambda: nn.Conv3d(4, 6, (1, 2, 2), groups=2, padding=1), (1, 4, 2, 3, 4)),
     "volume": (lambda: nn.Conv3d(2, 3, (1, 2, 3), stride=(1, 1, 2)), (2, 2, 3, 4, 5)),
 }
 
@@ -278,10 +291,10 @@ def test_on_integers_whole_models_with_convolutions():
 def test_on_integers_what_is_not_covered_stays_simulated_and_is_named():
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Conv1d(4, 8, 3, groups=2), nn.ReLU(), nn.Conv1d(8, 8, 1), nn.Conv1d(8, 4, 1)
+        nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Conv1d(8, 8, 1), nn.Conv1d(8, 4, 1)
     ).eval()
     x = torch.randn(2, 4, 9)
-    quantize(model, "W8A8 2=W8A8-w:g4", include_convolutions=True)
+    quantize(model, "W8A8 0=W8A8-w:g6 2=W8A8-w:g4", include_convolutions=True)
     with torch.no_grad():
         simulated = model(x)
         to_integer(model)

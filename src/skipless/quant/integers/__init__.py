@@ -2,6 +2,7 @@
 
 layers.py       to_integer and from_integer
 executing.py    what such a layer carries and does
+convolving.py   convolutions
 codes.py        codes of its input
 engines.py      the ways to multiply, all with the same integers (products.py: what they share)
 native.py       the C++ ones

@@ -1,22 +1,18 @@
 """Layers that compute with integers in their place: what they carry, and their `forward` (Q4).
 
-A linear layer multiplies the codes of its input [..., in] with those of its weight. A convolution
-first lays out the patches under its kernel, codes that are zero in the padding, and is then the
-same product with one row a position. Made by `quant.integers`.
+A linear layer multiplies the codes of its input [..., in] with those of its weight; convolutions
+are in `convolving`. Made by `integers.layers`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
-from skipless.quant.convolutions import by_example
 from skipless.quant.fake import Codes, simulate
 from skipless.quant.integers.codes import given_step, site_codes
 from skipless.quant.integers.engines import ENGINES, Engine, KernelEngine, Prepared, Problem
@@ -33,7 +29,8 @@ class Executed:
     """What an integer layer carries besides its parameters."""
 
     engine: str
-    prepared: Prepared
+    products: tuple[Prepared, ...]
+    """One; of a convolution in groups one for every few groups."""
     quantizer: ActivationQuantizer
     weight: QuantizedWeight
     device: str
@@ -43,6 +40,11 @@ class Executed:
     """Nobody else wanted the codes this layer made, so that they can stay inside one C++ call."""
     panels: tuple[str, Prepared] | None = None
     """For fused steps, if `engine` is none of the C++ ones: one that is, with the same weight."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The weight of the first product."""
+        return self.products[0]
 
 
 def packed(engine: Engine, weight: Codes, problem: Problem) -> Prepared:
@@ -86,7 +88,7 @@ class Sharing:
 
 
 class Executing(Replaced):
-    """Base of the two, by which such layers are known."""
+    """Base of all, by which such layers are known."""
 
     def extra_repr(self) -> str:
         own: Executed = getattr(self, STATE)
@@ -105,17 +107,13 @@ class IntegerForward(Executing):
         if site.state.mode != "quantize":  # the hook did what there was to do
             return super().forward(x)
         if self.training and torch.is_grad_enabled():
-            result, scale = simulate(x, site.bits, site.granularity, True, site.clip)
-            if isinstance(site.clip, str):
-                site.state.note_scale(site.site.name, scale)
-            return super().forward(result)
+            return super().forward(straight_through(site, x))
         _check_input(own, x)
         own.weight.check_unchanged()
         if x.numel() == 0:
             return x.new_zeros(*x.shape[:-1], own.prepared.problem.out_features)
         with torch.no_grad():
-            bias = bias_of(self)
-            bias = None if bias is None else bias.detach().float()
+            bias = float_bias(self)
             out = _fused(own, x, bias) if own.alone else None
             if out is None:
                 codes, scale = _shared_codes(own, x)
@@ -128,66 +126,23 @@ class IntegerLinear(IntegerForward, nn.Linear):
     """An nn.Linear computed with integers; made by `to_integer`, not by hand."""
 
 
-class IntegerKernel(Executing):
-    """Mixed in before the class of a convolution in one group."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        own: Executed = getattr(self, STATE)
-        layer: Any = self
-        site, dims = own.quantizer, layer.weight.dim() - 1
-        if site.state.mode != "quantize":
-            return super().forward(x)
-        if self.training and torch.is_grad_enabled():
-            rows = by_example(x, dims) if site.granularity == "token" else x
-            result, scale = simulate(rows, site.bits, site.granularity, True, site.clip)
-            if isinstance(site.clip, str):
-                site.state.note_scale(site.site.name, scale)
-            return super().forward(result.reshape(x.shape))
-        _check_kind(own, x)
-        own.weight.check_unchanged()
-        if x.dim() not in (dims, dims + 1) or x.shape[-dims] != layer.in_channels:
-            raise UserError(
-                f"{site.site.module} takes {layer.in_channels} channels and was given "
-                f"{list(x.shape)}; give it the tensor that the model was made for"
-            )
-        if x.numel() == 0:
-            return super().forward(x)
-        with torch.no_grad():
-            batch = x if x.dim() > dims else x[None]
-            codes, scale = site_codes(site, x, by_example(x, dims))
-            patches, places = _patches(layer, codes.reshape(batch.shape))
-            if len(scale) > 1:  # one an example
-                scale = scale.repeat_interleave(len(patches) // len(batch))
-            bias = bias_of(self)
-            bias = None if bias is None else bias.detach().float()
-            out = ENGINES[own.engine].linear(own.prepared, patches, scale, bias)
-            out = out.to(x.dtype).reshape(*places, -1).movedim(-1, 1)
-        return out if x.dim() > dims else out[0]
+def float_bias(layer: nn.Module) -> Tensor | None:
+    """The layer's bias in float32, without gradient."""
+    bias = bias_of(layer)
+    return None if bias is None else bias.detach().float()
 
 
-def _patches(layer: Any, codes: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What the kernel meets at every position: codes [N, C, ...] -> ([N * positions, C * k], (N,
-    positions by dimension))."""
-    around, mode = layer._reversed_padding_repeated_twice, layer.padding_mode
-    if not isinstance(layer.padding, str):
-        around = [size for size in reversed(layer.padding) for _ in range(2)]
-    if mode == "zeros":
-        codes = F.pad(codes, around)
-    else:  # in float32, which holds every code, since torch pads no integers in these modes
-        codes = F.pad(codes.float(), around, mode=mode).to(torch.int16)
-    for place, size in enumerate(layer.kernel_size):
-        gap = layer.dilation[place]
-        codes = codes.unfold(place + 2, (size - 1) * gap + 1, layer.stride[place])
-        codes = codes[..., ::gap]
-    number = len(layer.kernel_size)
-    places = (len(codes), *codes.shape[2 : 2 + number])
-    rows = codes.movedim(1, 1 + number)  # N, positions, C, k
-    return rows.reshape(-1, layer.in_channels * rows.shape[2 + number :].numel()), places
+def straight_through(site: ActivationQuantizer, x: Tensor) -> Tensor:
+    """The simulation of a site's tensor, whose gradient goes through the rounding (Q3)."""
+    result, scale = simulate(x, site.bits, site.granularity, True, site.clip)
+    if isinstance(site.clip, str):
+        site.state.note_scale(site.site.name, scale)
+    return result
 
 
 def _check_input(own: Executed, x: Tensor) -> None:
     """UserError for what the packed weight cannot be multiplied with; no engine looks itself."""
-    _check_kind(own, x)
+    check_kind(own, x)
     name, width = own.quantizer.site.module, own.prepared.problem.in_features
     if x.shape[-1:] != (width,):
         raise UserError(
@@ -196,7 +151,7 @@ def _check_input(own: Executed, x: Tensor) -> None:
         )
 
 
-def _check_kind(own: Executed, x: Tensor) -> None:
+def check_kind(own: Executed, x: Tensor) -> None:
     """UserError for another device and for integers."""
     name = own.quantizer.site.module
     if x.device.type != own.device:

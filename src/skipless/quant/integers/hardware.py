@@ -188,6 +188,8 @@ def _speed(engine: Engine, device: str, activation_bits: int) -> tuple[float, ..
                 call(round_ % _COPIES)
                 if device == "cuda":
                     torch.cuda.synchronize()
+                elif device == "mps":
+                    torch.mps.synchronize()
                 if round_ >= _COPIES:
                     best[i] = min(best[i], clock() - start)
         speeds.append(best[0] / best[1])

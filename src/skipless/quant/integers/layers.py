@@ -15,13 +15,11 @@ digits, as does a network that such a difference tips over a rounding border lat
 A layer keeps its place, its class's name, weight, bias, hooks and state_dict; its class becomes a
 subclass with another `forward`. `paused` and `measured` compute in floating point as before; so
 does a layer in training mode while gradients are recorded, straight through. Integer outputs carry
-no gradient. Convolutions in groups, and those whose scheme is not covered, stay simulated, and
-`describe()` says so. Works on any nn.Module.
+no gradient. Convolutions whose scheme is not covered stay simulated, and `describe()` says so.
+Works on any nn.Module.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import nn
 
@@ -30,13 +28,13 @@ from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
 from skipless.quant.convolutions import is_convolution
+from skipless.quant.integers.convolving import IntegerKernel, by_groups
 from skipless.quant.integers.engines import Problem
 from skipless.quant.integers.executing import (
     STATE,
     Executed,
     Executing,
     IntegerForward,
-    IntegerKernel,
     IntegerLinear,
     Sharing,
     integer_state,
@@ -149,18 +147,19 @@ def _prepare(
     engine: str | None,
     sharing: Sharing,
 ) -> Executed:
-    codes = weight.codes()
-    out_features, in_features = codes.codes.shape
+    parts = by_groups(weight.codes(), getattr(module, "groups", 1))
+    out_features, in_features = parts[0].codes.shape
     problem = Problem(
         weight_bits=weight.scheme.weight_bits, activation_bits=site.bits, in_features=in_features,
-        out_features=out_features, device=codes.codes.device.type,
+        out_features=out_features, device=parts[0].codes.device.type,
     )  # fmt: skip
     try:
         chosen = pick(problem, engine)
     except UserError as error:
         raise UserError(f"{site.site.module}: {error}") from None
     return Executed(
-        engine=chosen.name, prepared=packed(chosen, codes, problem), quantizer=site,
+        engine=chosen.name, quantizer=site,
+        products=tuple(packed(chosen, part, problem) for part in parts),
         weight=weight, device=problem.device, plain_class=type(module), sharing=sharing,
     )  # fmt: skip
 
@@ -178,8 +177,7 @@ def _find_layers(
         is_kernel = is_convolution(module)
         if not (is_kernel or is_linear(module)) or id(module.weight) not in weights:
             continue
-        groups: Any = getattr(module, "groups", 1)
-        if is_kernel and (groups > 1 or _refusal(weights[id(module.weight)].scheme)):
+        if is_kernel and _refusal(weights[id(module.weight)].scheme):
             simulated.append(site.site.module)
         else:
             found.append((module, site))

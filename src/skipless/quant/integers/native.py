@@ -86,6 +86,7 @@ class KernelEngine(Engine):
         self, rows: Tensor, bits: int, per_token: bool, step: float
     ) -> tuple[Tensor, Tensor]:
         """int16 codes of float32 `rows` [tokens, in] and scales; `step` < 0: from their absmax."""
+        _check_place(rows)
         count, width = rows.shape
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -127,11 +128,21 @@ def _group(form: int) -> int:
 
 
 def _check_width(rows: Tensor, problem: Problem) -> None:
-    """UserError for rows of another width: the kernel takes addresses and cannot look."""
+    """UserError for rows elsewhere or of another width: the kernel takes addresses and cannot
+    look."""
+    _check_place(rows)
     if rows.dim() != 2 or rows.shape[1] != problem.in_features:
         raise UserError(
             f"the product takes rows of {problem.in_features} inputs, not {list(rows.shape)}; give "
             f"[tokens, {problem.in_features}]"
+        )
+
+
+def _check_place(rows: Tensor) -> None:
+    if rows.device.type != "cpu":
+        raise UserError(
+            f"the C++ kernel reads memory of the CPU and the rows are on {rows.device}; move them "
+            "with .cpu(), or use the engine 'float'"
         )
 
 
