@@ -88,6 +88,16 @@ class Labelled(torch.Tensor):
     def is_cpu(self):  # pyright: ignore
         return False
 
+    @property
+    def data(self):  # pyright: ignore
+        return Labelled(self.inner.detach(), self.label)
+
+    @data.setter
+    def data(self, value):
+        assert isinstance(value, Labelled), f"a tensor of {value.device} put into one of {self}"
+        assert value.shape == self.shape, "another shape is not pretended"
+        self.inner, self.label = value.inner.detach(), value.label
+
     def __deepcopy__(self, memo):
         twin = self.detach().clone().requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):

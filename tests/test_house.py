@@ -18,7 +18,7 @@ ORDER = [
     ("config",),
     ("registry", "log", "sublayers", "compiled"),
     ("locking",),
-    ("rundir", "sites", "sharded", "lapack", "outputs"),
+    ("rundir", "sites", "sharded", "fallback", "outputs"),
     ("heads",),
     ("recipes", "model", "optim", "data", "probes"),
     ("quant", "pretrained"),

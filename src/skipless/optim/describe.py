@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless import lapack
+from skipless import fallback
 from skipless.sharded import full, local
 
 
@@ -41,7 +41,7 @@ def isometry_drift(before: Tensor, after: Tensor) -> float:
     if not torch.isfinite(change).all():
         return math.nan
     size = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)
-    return float((lapack.eigvalsh(change).abs().amax(-1) / size).max())
+    return float((fallback.eigvalsh(change).abs().amax(-1) / size).max())
 
 
 def copies(optimizer: Any) -> dict[Tensor, Tensor]:

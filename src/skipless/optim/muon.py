@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless import lapack
+from skipless import fallback
 from skipless.errors import UserError, check_choice
 from skipless.optim import checking
 from skipless.optim.base import RoleOptimizer, Sink
@@ -59,7 +59,7 @@ def orthogonalize(
     the arithmetic's; None means float32 on CPU and MPS, bfloat16 on CUDA. A zero matrix stays zero.
     """
     if coefficients == "svd":
-        u, s, vh = lapack.svd(x.float())
+        u, s, vh = fallback.svd(x.float())
         keep = s > s[..., :1] * 1e-6 * max(x.shape[-2:])
         return ((u * keep.unsqueeze(-2)) @ vh).to(x.dtype)
     check_choice("coefficients", coefficients, COEFFICIENTS)

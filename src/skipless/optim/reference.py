@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless import lapack
+from skipless import fallback
 from skipless.optim.blocks import Layout
 from skipless.optim.roots import largest_amplification, sorted_eigh
 
@@ -54,8 +54,8 @@ def reference_update(
     state["left_eigenvalues"] = b2 * l_l + (1 - b2) * (square / l_r[None, :]).mean(1)
     state["right_eigenvalues"] = b2 * l_r + (1 - b2) * (square / l_l[:, None]).mean(0)
     if int(state["step"].item()) % group["refresh_every"] == 0:  # step 7
-        state["left_basis"] = lapack.qr(state["left"] @ q_l)[0]
-        state["right_basis"] = lapack.qr(state["right"] @ q_r)[0]
+        state["left_basis"] = fallback.qr(state["left"] @ q_l)[0]
+        state["right_basis"] = fallback.qr(state["right"] @ q_r)[0]
     return update
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from skipless import lapack
+from skipless import fallback
 
 STRIP = 64
 """Rows a strip of a triangular product; smaller strips lose more than they save."""
@@ -51,7 +51,7 @@ def sorted_eigh(s: Tensor) -> tuple[Tensor, Tensor]:
     Where LAPACK fails to converge in float32 the work is done again in float64.
     """
     try:
-        values, vectors = lapack.eigh(s)
+        values, vectors = fallback.eigh(s)
     except torch.linalg.LinAlgError:
         values, vectors = torch.linalg.eigh(s.cpu().double())
         values, vectors = (x.to(s.device, s.dtype) for x in (values, vectors))
@@ -65,7 +65,7 @@ def power_step(s: Tensor) -> tuple[Tensor, Tensor]:
     strip, from the triangle R, a sixth of a full product.
     """
     if s.device.type != "cpu":
-        q, r = lapack.qr(s)
+        q, r = fallback.qr(s)
         return q, r @ q
     # s is its own transpose, and the transpose has the layout LAPACK wants. `linalg.qr` would copy
     # R out besides.

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless import lapack
+from skipless import fallback
 from skipless.optim.roots import (
     STRIP,
     in_descending_order,
@@ -238,7 +238,7 @@ class RootSide(FullSide):
         b[f"{self.name}_root"][index] *= (by**-power).view(-1, 1, 1)
 
     def eigenvalues(self, s):
-        return lapack.eigvalsh(s[self.name])
+        return fallback.eigvalsh(s[self.name])
 
 
 class LowRankSide(IdentitySide):
@@ -286,7 +286,7 @@ class LowRankSide(IdentitySide):
         trace = trace + weight * c.square().sum((-2, -1))
         rest = values[:, -1:].unsqueeze(-2)
         image = decay * v * values[:, None, :-1] + weight * (c @ (c.mT @ v))
-        new = lapack.qr(image)[0]
+        new = fallback.qr(image)[0]
         overlap = v.mT @ new
         old = (overlap.square() * (values[:, :-1] - values[:, -1:]).unsqueeze(-1)).sum(-2)
         kept = decay * (old + rest.squeeze(-2)) + weight * (c.mT @ new).square().sum(-2)

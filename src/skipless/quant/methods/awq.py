@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from skipless.fallback import double
 from skipless.jsonable import Config
 from skipless.quant.fake import fake_quantize
 from skipless.quant.scheme import Scheme
@@ -51,7 +52,7 @@ class Awq(Config):
         def visit(group: Group, rows: Tensor) -> None:
             key = group.names[0]
             total, count = sums.get(key, (0.0, 0))
-            sums[key] = (total + rows.abs().double().sum(0).cpu(), count + len(rows))
+            sums[key] = (total + double(rows.abs()).sum(0).cpu(), count + len(rows))
             parts = kept.setdefault(key, [])
             room = KEPT - sum(len(part) for part in parts)
             if room > 0:  # spread over the batch, not its first sequence alone
@@ -93,7 +94,7 @@ def best_scales(
                 symmetric=scheme.symmetric, clip=scheme.clip,
             )  # fmt: skip
         error = sum(
-            float((q @ quantize_weight(matrix * s, scheme).T - wanted).double().square().sum())
+            float(double(q @ quantize_weight(matrix * s, scheme).T - wanted).square().sum())
             for matrix, wanted in zip(matrices, exact, strict=True)
         )
         if best is None or error < best[0]:

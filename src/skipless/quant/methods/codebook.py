@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
+from skipless.fallback import near
 from skipless.jsonable import Config
 from skipless.quant.transforms.session import Session
 from skipless.quant.weights import QuantizedWeight
@@ -61,7 +62,7 @@ def kmeans(x: Tensor, bits: int, granularity: str = "tensor") -> Tensor:
     """
     if bits > 8:
         raise UserError(f"a codebook of {bits} bits has {2**bits} entries; at most 8 bits make one")
-    rows = x.detach().float()
+    rows = near(x.detach()).float()  # where running sums have float64
     if granularity == "tensor":
         rows = rows.reshape(1, -1)
     elif granularity != "channel":
@@ -69,7 +70,7 @@ def kmeans(x: Tensor, bits: int, granularity: str = "tensor") -> Tensor:
     ordered = rows.sort(-1).values
     sums = torch.nn.functional.pad(ordered.double().cumsum(-1), (1, 0))
     number = 2**bits
-    places = (torch.arange(number, device=x.device) + 0.5) / number * ordered.shape[1]
+    places = (torch.arange(number, device=rows.device) + 0.5) / number * ordered.shape[1]
     centres = ordered[:, places.long()].clone()
     for _ in range(ITERATIONS):
         ends = _borders(ordered, centres)
@@ -78,7 +79,7 @@ def kmeans(x: Tensor, bits: int, granularity: str = "tensor") -> Tensor:
         centres = torch.where(count > 0, mean.float(), centres)
         centres = centres.sort(-1).values
     index = torch.searchsorted(_between(centres), rows.contiguous())
-    return centres.gather(-1, index).reshape(x.shape).to(x.dtype)
+    return centres.gather(-1, index).reshape(x.shape).to(x)
 
 
 def _between(centres: Tensor) -> Tensor:

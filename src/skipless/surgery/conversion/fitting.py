@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.fallback import double
 from skipless.model import Connection
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import bias_of, weight_of
@@ -120,5 +121,4 @@ def fit_branch(
 
 def _rows(tensor: Tensor) -> Tensor:
     """[..., D] as [N, D] in float64; MPS has none, so there it goes to the CPU."""
-    rows = tensor.detach().flatten(0, -2)
-    return (rows.cpu() if rows.device.type == "mps" else rows).double()
+    return double(tensor.detach().flatten(0, -2))

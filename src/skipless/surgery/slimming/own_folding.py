@@ -10,6 +10,7 @@ from torch import nn
 
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig, TemperatureConfig
 from skipless.errors import UserError
+from skipless.fallback import double
 from skipless.model import IDENTITY, Connection, Transformer
 from skipless.surgery.slimming.scaling import Tally, join_weights, scale_output
 
@@ -89,7 +90,7 @@ def _fold_temperature(model: Transformer, tally: Tally) -> TemperatureConfig:
             tau = torch.tensor([temperature.start], dtype=torch.float64)
         if temperature.tau is not None or temperature.start != 1:
             tally.counts["F6"] += 1
-            heads = tau.double().expand(attention.num_heads)
+            heads = double(tau).expand(attention.num_heads)
             scale_output(attention.q_proj, heads.repeat_interleave(attention.head_dim))
     return dataclasses.replace(model.config.temperature, kind="constant", beta=1.0)
 

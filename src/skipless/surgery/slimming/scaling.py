@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.fallback import double
 from skipless.model import Connection, is_absent
 from skipless.sites import bias_of, weight_of
 from skipless.surgery.patching import CONSTANT_KINDS
@@ -68,18 +69,19 @@ def join_weights(name: str, connection: Connection) -> tuple[float, Tensor]:
             f"{name} weighs the stream per channel ({float(a.min()):.4g} to {float(a.max()):.4g}), "
             "and only one number a sublayer can be divided out (F3)"
         )
-    return float(a[0].double()), b.double()
+    return float(a[0]), double(b)
 
 
 @torch.no_grad()
 def scale_output(linear: nn.Module, gain: Tensor) -> None:
     """W <- W diag(gain) and the bias with it; transformers' Conv1D stores in x out."""
     weight, bias = weight_of(linear), bias_of(linear)
-    gain = gain.to(weight.device)
+    wide = double(weight)
+    gain = gain.to(wide.device)
     shape = (-1, 1) if isinstance(linear, nn.Linear) else (1, -1)
-    weight.copy_(weight.double() * gain.view(shape))
+    weight.copy_(wide * gain.view(shape))
     if bias is not None:
-        bias.copy_(bias.double() * gain)
+        bias.copy_(double(bias) * gain)
 
 
 @torch.no_grad()
@@ -88,13 +90,14 @@ def fold_norm(norm: nn.Module, readers: Sequence[nn.Module]) -> str:
     weight, bias = weight_of(norm), bias_of(norm)
     if bias is not None and bool(bias.any()) and any(bias_of(r) is None for r in readers):
         return "its bias has no bias to go to"
-    gain = weight.double()
+    gain = double(weight)
     for reader in readers:
         matrix, own = weight_of(reader), bias_of(reader)
         matrix = matrix if isinstance(reader, nn.Linear) else matrix.t()
         if bias is not None and own is not None:
-            own.copy_(own.double() + matrix.double() @ bias.double())
-        matrix.copy_(matrix.double() * gain)
+            own.copy_(double(own) + double(matrix) @ double(bias))
+        wide = double(matrix)
+        matrix.copy_(wide * gain.to(wide.device))
     weight.fill_(1.0)
     if bias is not None:
         bias.zero_()
