@@ -263,6 +263,14 @@ def test_wrong_input_is_one_sentence():
         optimizer.step()
 
 
+def test_a_group_that_says_everything_is_known_by_its_names():
+    optimizer, names = Muon(net(), lr=1e-2), ("late.one", "late.two")
+    for name in names:
+        p = nn.Parameter(torch.zeros(3, 4))
+        optimizer.add_param_group({"params": [(name, p)], "role": "matrix", "algorithm": "muon"})
+    assert all(name in optimizer.describe() for name in names)
+
+
 @pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
 @pytest.mark.parametrize("reference", [False, True])
 def test_convolution_is_out_by_the_rest(conv, reference):

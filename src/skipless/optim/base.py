@@ -1,6 +1,6 @@
 """One torch optimiser for a whole model: a spectral method for matrices, AdamW for the rest.
 
-`RoleOptimizer` owns what every method shares: parameters to groups by role, the AdamW tail,
+`RoleOptimizer` owns what every method shares: groups by role (routing.py), the AdamW tail,
 non-finite gradients (skipped and counted), float32 state that survives `load_state_dict`, sharded
 (DTensor) parameters, metrics and `describe()`. A method subclasses it and writes
 `_update_matrices`. Read by whitening.py, muon.py, build.py.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -23,15 +23,10 @@ from skipless.errors import UserError, check_choice
 from skipless.optim import checking
 from skipless.optim.blocks import Layout, make_layout
 from skipless.optim.describe import copies, describe, measure, step_device, tensor_bytes
-from skipless.optim.entries import Named, as_groups, is_settled, named_entries, warn_of_unnamed
+from skipless.optim.entries import is_settled
 from skipless.optim.finite import finite
-from skipless.optim.roles import (
-    GAIN_DECAY_ROLES,
-    ROLES,
-    SPECTRAL_ROLES,
-    parameter_roles,
-    roles_from_tensors,
-)
+from skipless.optim.roles import SPECTRAL_ROLES
+from skipless.optim.routing import Routing, check_roles
 from skipless.optim.saved import check_shapes, match_by_name
 from skipless.optim.sharding import Exchange, Sink, add_over_ranks, exchanges
 from skipless.optim.tail import update_adamw
@@ -75,25 +70,18 @@ class RoleOptimizer(torch.optim.Optimizer):
         checking.decays("adamw_betas", adamw_betas)
         checking.at_least_one("block_size", block_size, or_none=True)
         checking.splits(split)
-        if isinstance(spectral_roles, str) or not isinstance(spectral_roles, Iterable):
-            raise UserError(
-                f"spectral_roles is {spectral_roles!r}; a tuple was expected, such as ('matrix',)"
-            )
-        for role in spectral_roles:
-            check_choice("spectral_roles", role, ROLES)
         defaults = {
             "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "role": None, "algorithm": None, "base_lr": None, **(extra or {}),
         }  # fmt: skip
-        self._tail = {
-            "lr": lr if adamw_lr is None else adamw_lr, "betas": tuple(adamw_betas),
-            "eps": adamw_eps,
-        }  # fmt: skip
-        self._gain_lr = self._tail["lr"] if gain_lr is None else gain_lr
-        self._gain_weight_decay = gain_weight_decay
+        tail_lr = lr if adamw_lr is None else adamw_lr
+        self._routing = Routing(
+            algorithm=self.algorithm, spectral_roles=check_roles(spectral_roles),
+            tail={"lr": tail_lr, "betas": tuple(adamw_betas), "eps": adamw_eps},
+            gain_lr=tail_lr if gain_lr is None else gain_lr, gain_weight_decay=gain_weight_decay,
+        )  # fmt: skip
         self._block_size = block_size
         self._split = dict(split or {})
-        self._spectral_roles = tuple(spectral_roles)
         self._layouts: dict[Tensor, Layout] = {}
         self._names: dict[Tensor, str] = {}
         self._exchanges: dict[tuple, Exchange] = {}
@@ -104,7 +92,7 @@ class RoleOptimizer(torch.optim.Optimizer):
         self._has_had_gradients = False
         self._own = (*vars(self), "_own")
         """Attributes of this package, which copies keep."""
-        groups = self._as_groups(params)
+        groups = self._routing.groups(params)
         if not any(group["params"] for group in groups):
             raise UserError(
                 f"{type(self).__name__} got no parameter to train; pass a model that has some"
@@ -114,79 +102,28 @@ class RoleOptimizer(torch.optim.Optimizer):
         if unused:
             raise UserError(f"split names {unused}, which is part of no parameter's name")
 
-    # ---- parameters to groups -------------------------------------------------------------
-
-    def _as_groups(self, params: nn.Module | Iterable) -> list[dict[str, Any]]:
-        if isinstance(params, nn.Module):
-            named = list(params.named_parameters())
-            checking.parameters((n, p) for n, p in named if p.requires_grad)
-            groups = self._by_role(named, parameter_roles(params), {})
-            covered = [n for g in groups for n, _ in g["params"]]
-            assert sorted(covered) == sorted(n for n, _ in named), "a parameter has no group"
-            return groups
-        params = as_groups(params)
-        groups = [g for group in params for g in self._split_group(group)]
-        checking.parameters(pair for group in groups for pair in group["params"])
-        return groups
-
-    def _split_group(self, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """One user's group to groups of one treatment each."""
-        named, unnamed = named_entries(group, first=len(getattr(self, "_names", {})))
-        checking.parameters(named)
-        for name, p in named:
-            self._names[p] = name
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        role = options.get("role")
-        if role is not None:
-            check_choice("role of a parameter group", role, ROLES)
-        elif self.algorithm != "adamw":
-            warn_of_unnamed(unnamed)
-        roles = {n: role for n, _ in named} if role else roles_from_tensors(named)
-        return self._by_role(named, roles, options)
-
-    def _by_role(self, named: Sequence[Named], roles: dict[str, str], options: dict[str, Any]):
-        groups: dict[str, dict[str, Any]] = {}
-        for name, p in named:
-            self._names[p] = name
-            group = groups.setdefault(roles[name], {"params": [], "role": roles[name]})
-            group["params"].append((name, p))
-        for role, group in groups.items():
-            spectral = role in self._spectral_roles and self.algorithm != "adamw"
-            group["algorithm"] = self.algorithm if spectral else "adamw"
-            if not spectral:
-                if role not in self._spectral_roles:  # AdamW's hidden matrices keep lr, betas
-                    group.update(self._tail)
-                if role == "gain":
-                    group["lr"] = self._gain_lr
-                if role in GAIN_DECAY_ROLES:
-                    group["weight_decay"] = self._gain_weight_decay
-            group.update({k: v for k, v in options.items() if k != "role"})
-        return list(groups.values())
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later; a group that mixes roles becomes several."""
-        settled = is_settled(param_group)
         known = {p: self._names[p] for group in self.param_groups for p in group["params"]}
-        names = dict(self._names)
-        try:
-            groups = [param_group] if settled else self._split_group(param_group)
-            for group in groups:
-                group.setdefault("lr", self.defaults["lr"])
-                check_choice("algorithm of a parameter group", group["algorithm"],
-                             {"adamw", self.algorithm})  # fmt: skip
-                self._check_group(group)
-                if group["algorithm"] != "adamw":
-                    for name, p in group["params"]:
-                        self._layout(p, group, name)
-            trained = [
-                (name, p) for group in groups for name, p in group["params"]
-                if p.requires_grad or p in known
-            ]  # fmt: skip
-            checking.parameters(trained, known)
-        except UserError:
-            self._names = names  # as if it had never been called
-            raise
+        if is_settled(param_group):
+            groups = [param_group]
+        else:
+            groups = self._routing.split(param_group, first=len(self._names))
         for group in groups:
+            group.setdefault("lr", self.defaults["lr"])
+            check_choice("algorithm of a parameter group", group["algorithm"],
+                         {"adamw", self.algorithm})  # fmt: skip
+            self._check_group(group)
+            if group["algorithm"] != "adamw":
+                for name, p in group["params"]:
+                    self._layout(p, group, name)
+        trained = [
+            (name, p) for group in groups for name, p in group["params"]
+            if p.requires_grad or p in known
+        ]  # fmt: skip
+        checking.parameters(trained, known)
+        for group in groups:  # nothing was kept of a group that was refused
+            self._names |= {p: name for name, p in group["params"]}
             if group.get("base_lr") is None:
                 group["base_lr"] = float(group["lr"])
             super().add_param_group(group)

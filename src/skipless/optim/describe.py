@@ -49,7 +49,7 @@ def copies(optimizer: Any) -> dict[Tensor, Tensor]:
     return {
         p: _as_matrix(p, group).clone()
         for group in optimizer.param_groups
-        if group["algorithm"] != "adamw" or group["role"] in optimizer._spectral_roles
+        if group["algorithm"] != "adamw" or group["role"] in optimizer._routing.spectral_roles
         for p in group["params"]
         if p.grad is not None
     }

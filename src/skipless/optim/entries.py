@@ -1,4 +1,6 @@
-"""What a user gives as `params`, as groups and named parameters. Read by base.py."""
+"""What a user gives as `params`, as groups and named parameters. Read by routing.py and
+base.py.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from skipless import fallback
 from skipless.errors import UserError, check_choice
 from skipless.optim import checking
-from skipless.optim.base import RoleOptimizer, Sink
+from skipless.optim.base import RoleOptimizer
 from skipless.optim.blocks import Layout
 from skipless.optim.buckets import CHUNK_BYTES
+from skipless.optim.sharding import Sink
 
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     # Jordan's quintic: fast, singular values end in about [0.7, 1.2].

@@ -27,6 +27,7 @@ from skipless.optim.roots import (
     in_descending_order,
     inverse_power,
     jacobi_step,
+    largest_amplification,
     newton_inverse_root,
     power_step,
     sorted_eigh,
@@ -266,7 +267,7 @@ class LowRankSide(IdentitySide):
         rest = values[:, -1:]
         # The mean over all d eigenvalues sets ridge and clamp, as for whole factors.
         mean = (values.sum(-1, keepdim=True) + (self.dim - self.rank - 1) * rest) / self.dim
-        floor = torch.maximum(mean / max(10, min(self.dim, 4000)) ** 2, largest * 1e-12)
+        floor = torch.maximum(mean / largest_amplification(self.dim) ** 2, largest * 1e-12)
         root = torch.maximum(values + eps * mean, floor) ** -power
         return s[f"{self.name}_vectors"], root.masked_fill_(mean <= 0, 0.0)
 

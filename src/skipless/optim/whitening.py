@@ -62,11 +62,12 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice
 from skipless.optim import checking
-from skipless.optim.base import RoleOptimizer, Sink
+from skipless.optim.base import RoleOptimizer
 from skipless.optim.buckets import Bucket, SideChoice, state_shapes
 from skipless.optim.engine import refresh, rms_scale, step_bucket
 from skipless.optim.reference import reference_shapes, reference_update, whole_matrix
 from skipless.optim.roots import full_precision
+from skipless.optim.sharding import Sink
 from skipless.sharded import local
 
 ROOTS = ("auto", "eigh", "qr", "newton", "jacobi")
