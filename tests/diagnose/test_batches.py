@@ -1,10 +1,12 @@
 """What cannot be measured is told before or instead of the model's own exception."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
 
-from skipless.diagnose import diagnose, measure_checkpoints
+from skipless.diagnose import compare, diagnose, measure_checkpoints
 from skipless.diagnose.loading import load_subject
 from skipless.diagnose.parts import Parts
 from skipless.errors import UserError
@@ -87,6 +89,37 @@ def test_a_folder_that_another_process_writes_to(tmp_path):
     diagnose(net, [batch], out=tmp_path / "out")
     assert (tmp_path / "out" / "diagnosis.json").exists()
     assert not (tmp_path / "out" / "parts").exists()
+
+
+def test_comparisons_and_checkpoints_hold_their_folder_too(tmp_path):
+    net, batch, out = (
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)),
+        torch.randn(4, 8),
+        tmp_path / "o",
+    )
+    ways = {
+        "comparison.json": lambda: compare(net, net, [batch], out=out),
+        "over-time.json": lambda: measure_checkpoints([(1, net), (2, net)], [batch], out=out),
+    }
+    for name, measured in ways.items():
+        with pytest.raises(ValueError, match="stop"), Parts(out, {}).held():
+            with pytest.raises(UserError, match="another process is writing to"):
+                measured()
+            raise ValueError("stop")
+        measured()
+        assert (out / name).exists() and not (out / "parts").exists()
+        shutil.rmtree(out)
+
+
+def test_who_comes_when_the_other_has_just_finished(tmp_path):
+    """The folder was free when it was looked at, and holds a report when the lock is got."""
+    out = tmp_path / "out"
+    late = Parts(out, {})
+    with Parts(out, {}).held():
+        (out / "comparison.json").write_text("{}")
+    with pytest.raises(UserError, match="holds a finished report"), late.held():
+        raise AssertionError("it was let in")
+    assert [file.name for file in out.iterdir()] == ["comparison.json"]
 
 
 def test_a_damaged_file_of_weights(llama, tmp_path):

@@ -224,6 +224,102 @@ def test_what_is_wrong_is_one_sentence(folders, saved, pictures, sounds, tmp_pat
     assert main(words) == 2 and "does not predict the next token" in capsys.readouterr().err
 
 
+def half(folders, name, path):
+    """The same model in bfloat16, with what lies beside its weights."""
+    subject = load_subject(str(folders / name))
+    shutil.copytree(folders / name, path)
+    subject.model.to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+def test_two_precisions_on_the_same_images(folders, pictures, tmp_path):
+    vit, low, out = folders / "vit", half(folders, "vit", tmp_path / "low"), tmp_path / "out"
+    words = ["diagnose", str(vit), "--against", str(low), "--images", str(pictures)]
+    assert main([*words, "--schemes", "W8A8", "--out", str(out)]) == 0
+    found = json.loads((out / "comparison.json").read_text())
+    a, b = (load_subject(str(path)) for path in (vit, low))
+    assert b.model.dtype == torch.bfloat16
+    batches = read_images(a, [str(pictures)]).batches
+    with torch.no_grad():
+        ya, yb = (
+            torch.cat([s.model(**batch).logits.double() for batch in batches]) for s in (a, b)
+        )
+    expected = float((yb - ya).norm() / ya.norm())
+    assert (
+        found["outputs"]["distance"] == pytest.approx(expected, rel=1e-6) and 1e-4 < expected < 0.1
+    )
+    assert found["about"].startswith("5 images") and found["outputs"]["loss_a"] is None
+    assert all((row["distance"] or 0) < 0.01 for row in found["weights"]) and not found["only_a"]
+
+
+def test_two_precisions_hear_the_same(folders, sounds, tmp_path):
+    """Half precision runs on float32 features, and B is given what A hears."""
+    whisper, low = folders / "whisper", half(folders, "whisper", tmp_path / "low")
+    words = ["--audio", *map(str, sounds), "--schemes", "W8A8"]
+    pair = ["diagnose", str(whisper), "--against", str(low), *words]
+    assert main([*pair, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert found["about"].endswith(f"with what {whisper} hears in it")
+    assert 0 < found["outputs"]["distance"] < 0.1
+    alone = ["diagnose", str(low), *words, "--no-layers", "--gradients"]
+    assert main([*alone, "--out", str(tmp_path / "alone")]) == 0
+
+
+def test_a_clip_without_processor_takes_the_others(folders, pictures, tmp_path):
+    bare, captions = tmp_path / "bare", tmp_path / "captions.txt"
+    load_subject(str(folders / "clip")).model.save_pretrained(bare)
+    captions.write_text("the king\ncome\nmy lord\nlord\ngo\n")
+    words = ["diagnose", str(bare), "--against", str(folders / "clip"), "--images", str(pictures)]
+    out = tmp_path / "out"
+    assert main([*words, "--text", str(captions), "--schemes", "W8A8", "--out", str(out)]) == 0
+    found = json.loads((out / "comparison.json").read_text())
+    assert found["outputs"]["distance"] == 0 and len(found["only_a"]) == 0
+
+
+def test_checkpoints_of_a_vision_model(folders, pictures, tmp_path):
+    training, out = tmp_path / "training", tmp_path / "out"
+    shutil.copytree(folders / "vit", training / "checkpoint-1")
+    half(folders, "vit", training / "checkpoint-2")
+    words = ["diagnose", str(training), "--checkpoints", "all", "--images", str(pictures)]
+    assert main([*words, "--schemes", "W8A8", "--out", str(out)]) == 0
+    found = json.loads((out / "over-time.json").read_text())
+    assert found["maps"]["kurtosis"]["steps"] == [1, 2] and "5 images" in found["about"]
+
+
+def test_what_two_models_of_media_refuse(folders, pictures, sounds, tmp_path, capsys):
+    vit, clip, whisper = (str(folders / name) for name in ("vit", "clip", "whisper"))
+    shutil.copytree(folders / "vit", tmp_path / "dark")
+    settings = json.loads((tmp_path / "dark" / "preprocessor_config.json").read_text())
+    settings["image_mean"] = [0.0, 0.0, 0.0]
+    (tmp_path / "dark" / "preprocessor_config.json").write_text(json.dumps(settings))
+    shutil.copytree(folders / "vit", tmp_path / "large")
+    settings["size"] = {"height": 16, "width": 16}
+    (tmp_path / "large" / "preprocessor_config.json").write_text(json.dumps(settings))
+    small, seen, heard = (
+        tmp_path / "small",
+        ["--images", str(pictures)],
+        ["--audio", str(sounds[0])],
+    )
+    model = load_subject(whisper).model
+    model.resize_token_embeddings(3)
+    model.save_pretrained(small)
+    cases = [
+        ([vit, str(tmp_path / "dark"), *seen], "differently (pixel_values differs by up to 1)"),
+        ([vit, str(tmp_path / "large"), *seen], "(4, 3, 8, 8) for one and (4, 3, 16, 16) for the"),
+        ([vit, whisper, *seen], "and no images; leave out --images"),
+        ([vit, clip, *seen], "give --text FILE with a line for every image"),
+        ([whisper, str(small), *heard], "knows token ids below 3 and is given id"),
+        ([whisper, vit, *heard], "and no sound; leave out --audio"),
+    ]
+    for (a, b, *words), said in cases:
+        line = ["diagnose", a, "--against", b, *words, "--out", str(tmp_path / "o")]
+        assert main(line) == 2, line
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said in error, (line, error)
+    assert main(["diagnose", vit, "--over-time", *seen, "--out", str(tmp_path / "o")]) == 2
+    assert "runs no model; leave out --images" in capsys.readouterr().err
+
+
 def test_without_pillow_a_sentence(folders, pictures, monkeypatch):
     import sys
 
