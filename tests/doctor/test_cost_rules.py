@@ -107,3 +107,9 @@ def test_weight_memory_counts_bytes():
     zeros = nn.Linear(64, 32, bias=False)
     nn.init.zeros_(zeros.weight)  # a start, not something pruned
     assert not weight_memory(zeros).reasons
+
+
+def test_a_matrix_without_numbers_takes_no_memory():
+    with pytest.warns(UserWarning, match="zero-element"):
+        model = nn.Sequential(nn.Linear(16, 0, bias=False), nn.Linear(0, 4, bias=False))
+    assert weight_memory(model).stored == 0 and not weight_memory(model).reasons

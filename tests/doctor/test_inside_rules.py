@@ -143,6 +143,34 @@ def test_broken_weights_and_activations(value):
     assert "values at" in check_model(large, IDS).findings["finite numbers"].evidence
 
 
+def test_what_is_not_finite_is_the_only_finding():
+    """NaN is no leak, no unequal gradient and no loud gate, though no threshold holds it."""
+    model = decoder(connection=ConnectionConfig(kind="rezero"))
+    with torch.no_grad():
+        model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    found = check_model(model, IDS)
+    assert list(found.findings) == ["finite numbers"]
+    assert found.unchecked["causality"] == "numbers that are finite"
+    assert "gate gradients" in found.unchecked and "gradients by depth" in found.unchecked
+
+
+def test_a_gradient_that_is_not_finite_is_named():
+    model = decoder()
+    found = check_model(model, IDS, loss=lambda result: result.logits.sum().mul(0).sqrt())
+    assert list(found.findings) == ["finite numbers"]
+    assert found.findings["finite numbers"].evidence.startswith("the gradient of ")
+
+
+def test_files_that_were_finite_do_not_hide_weights_that_are_not():
+    attention = ({"layer": 0, "first_token_mass": 0.5, "saturated": 0.0},)
+    files = Evidence(name="run", nonfinite="", num_keys=1024)
+    model = Evidence(name="model", nonfinite="the weight a", num_keys=4, attention=attention)
+    assert files.joined(model).nonfinite == "the weight a"
+    # an even look is that of the sequences which attention was measured on
+    assert files.joined(model).num_keys == 4
+    assert model.joined(files).num_keys == 4 and files.joined(files).nonfinite == ""
+
+
 def test_the_model_is_left_as_it_was():
     model = decoder().train()
     model.layers[0].eval()

@@ -157,3 +157,15 @@ def test_a_short_or_continued_curve_is_no_slow_start():
     far = Evidence(name="", unigram=1.0, losses=curve[:30], num_steps=4000)
     assert isinstance(training.slow_start(far), Unchecked)  # 500 steps are allowed
     assert math.isclose(training._swing(curve), 0)
+
+
+def test_steps_that_know_other_layers_are_not_compared():
+    of_others = ((1, {0: 1.0, 1: 1.0, 2: 1.0}), (2, {3: 1.0, 4: 1e-9, 5: 1.0}))
+    found = training.gradients_by_depth(Evidence(name="frozen in turns", gradients=of_others))
+    assert isinstance(found, Unchecked) and "same 3 layers" in found.needs
+
+
+def test_a_row_without_a_step_is_passed_over(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"gains": {"a": 1.0}}\n{"step": 1, "loss": 2.0}\n')
+    found = from_log(tmp_path)
+    assert not found.gains and found.losses == ((1.0, 2.0),)

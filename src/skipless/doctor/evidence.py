@@ -106,4 +106,8 @@ class Evidence:
             if getattr(self, field.name) in (None, (), {})
         }  # fmt: skip
         filled["missing"] = {**other.missing, **self.missing}
+        if self.nonfinite == "" and other.nonfinite:  # what files held was finite, the rest is not
+            filled["nonfinite"] = other.nonfinite
+        if not self.attention and other.attention:
+            filled["num_keys"] = other.num_keys
         return dataclasses.replace(self, **filled)

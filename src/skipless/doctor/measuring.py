@@ -52,6 +52,10 @@ def measure(
     with evaluating(model):
         if not found.nonfinite:
             found = _looked_inside(found, model, batch)
+        if found.nonfinite:  # NaN is neither equal to itself nor below any threshold
+            why = "numbers that are finite"
+            missing = dict.fromkeys(("leak", "gradients", "gate_norm"), why)
+            return dataclasses.replace(found, missing={**found.missing, **missing})
         found = _with_leak(found, model, batch, causal)
         return _with_gradients(found, model, batch, loss)
 
@@ -200,6 +204,9 @@ def _with_gradients(
         for p, gradient, wanted in kept:
             p.requires_grad_(wanted)
             p.grad = gradient
+    broken = [n for n, value in square.items() if not math.isfinite(value)]
+    if broken:
+        return dataclasses.replace(e, nonfinite=f"the gradient of {_first(broken)}")
     norms: dict[int, float] = {}
     for n, value in square.items():
         layer = layer_of(n)
@@ -286,10 +293,11 @@ def _close(x: Tensor, y: Tensor) -> bool:
 
 def _broken_weights(model: nn.Module) -> str:
     broken = [n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all())]
-    if not broken:
-        return ""
-    more = f" and {len(broken) - 1} parameters more" if len(broken) > 1 else ""
-    return f"the weight {broken[0]}{more}"
+    return f"the weight {_first(broken)}" if broken else ""
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} parameters more" if len(names) > 1 else "")
 
 
 @contextlib.contextmanager

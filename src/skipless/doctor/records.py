@@ -87,11 +87,13 @@ def _with_curves(
     ]  # fmt: skip
     gains: dict[str, dict[float, float]] = defaultdict(dict)
     for row in (*probes, *metrics):
-        values = row.get("gains")
-        for name, value in values.items() if isinstance(values, dict) else ():
+        values, step = row.get("gains"), row.get("step")
+        if not isinstance(values, dict) or not isinstance(step, int):
+            continue
+        for name, value in values.items():
             size = _size(value)
             if size is not None and (learned is None or name in learned):
-                gains[name][float(row["step"])] = size
+                gains[name][float(step)] = size
     return dataclasses.replace(
         e, losses=_curve(metrics, "loss"), held_out=_curve(metrics, "held_out_loss"),
         gradients=tuple(sorted(gradients, key=lambda item: item[0])),

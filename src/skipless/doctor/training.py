@@ -116,6 +116,8 @@ def gradients_by_depth(e: Evidence) -> Verdict:
             e.needs("gradients", "gradient norms of at least 3 layers (probe.trace_every, a text)")
         )
     norms = _typical([norms for _, norms in tables])
+    if not _is_usable(norms):
+        return Unchecked("gradient norms of the same 3 layers at every step")
     ratio, weak, strong = _depth_ratio(norms)
     if ratio < DEPTH_RATIO:
         return None

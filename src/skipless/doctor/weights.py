@@ -45,7 +45,7 @@ def weight_memory(model: nn.Module) -> WeightMemory:
             reasons[VIEWS] += kept - used
         for name, tensor in group[:1]:
             size = tensor.numel() * tensor.element_size()
-            if tensor.dim() < 2 or bool((tensor == tensor.flatten()[:1]).all()):
+            if tensor.dim() < 2 or not size or bool((tensor == tensor.flatten()[:1]).all()):
                 continue  # a constant matrix is a start, and equal ones are no copies
             if any(_same(tensor, other) for other in seen):
                 reasons[COPIES] += size
