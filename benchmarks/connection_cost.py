@@ -38,6 +38,7 @@ def build(kind: str, length: int, checkpointing: bool, device: str):
 
     from skipless.config import ConnectionConfig, ModelConfig, OptimizerRecipe, TrainConfig
     from skipless.model import Transformer
+    from skipless.optim import build_optimizer
     from skipless.train.distributed import World, parallelise
 
     torch.set_num_threads(1)
@@ -47,7 +48,7 @@ def build(kind: str, length: int, checkpointing: bool, device: str):
     )  # fmt: skip
     model = Transformer(config).to(device)
     parallelise(model, TrainConfig(activation_checkpointing=checkpointing), World())
-    optimizer = OptimizerRecipe(name="adamw").build(model)
+    optimizer = build_optimizer(OptimizerRecipe(name="adamw"), model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (1, length), generator=generator).to(device)
 

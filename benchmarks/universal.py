@@ -64,6 +64,7 @@ def build(row: str, length: int, device: str, *, causal: bool = True, batch: int
 
     from skipless.config import ConnectionConfig, ModelConfig, OptimizerRecipe, UniversalConfig
     from skipless.model import Transformer
+    from skipless.optim import build_optimizer
 
     torch.set_num_threads(1)
     settings = ROWS[row]
@@ -75,7 +76,7 @@ def build(row: str, length: int, device: str, *, causal: bool = True, batch: int
         vocab_size=VOCABULARY, max_position_embeddings=length, connection=connection,
     )  # fmt: skip
     model = Transformer(config).to(device)
-    optimizer = OptimizerRecipe(name="adamw").build(model)
+    optimizer = build_optimizer(OptimizerRecipe(name="adamw"), model)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (batch, length), generator=generator).to(device)
 

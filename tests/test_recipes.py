@@ -10,6 +10,7 @@ from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.jsonable import from_json, leaves, to_json
 from skipless.model import Transformer
+from skipless.optim import build_optimizer
 from skipless.quant import Scheme
 from skipless.recipes.demo import FAST_ROWS, ROWS
 
@@ -33,7 +34,7 @@ def test_every_recipe_builds_and_survives_json(name):
     assert len(model.layer_list) == config.model.num_hidden_layers
     assert all(parameter.is_meta for parameter in model.parameters())
     assert config.train.num_steps > config.train.warmup_steps
-    optimizer = config.optim.build(Transformer(_shrunk(config.model)))
+    optimizer = build_optimizer(config.optim, Transformer(_shrunk(config.model)))
     assert type(optimizer).__name__.lower() == config.optim.name.replace("_", "")
     for scheme in (*config.evaluate.schemes, config.evaluate.error_scheme):
         Scheme.parse(scheme)

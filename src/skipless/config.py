@@ -168,7 +168,7 @@ class DataConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRecipe(Config):
-    """Which optimiser gets which parameters, and how fast. `build(model)` gives ONE optimiser.
+    """Which optimiser gets which parameters, and how fast (`skipless.optim.build_optimizer`).
 
     `name` is used for hidden matrices; embeddings, head, norm gains and connection gains go to
     AdamW inside the same optimiser.
@@ -207,12 +207,6 @@ class OptimizerRecipe(Config):
 
     def __post_init__(self) -> None:
         checks.check_optimizer(self)
-
-    def build(self, model):
-        """Return one torch.optim.Optimizer that covers every parameter of `model` once."""
-        from skipless.optim import build_optimizer  # lazy: this file must not import torch
-
-        return build_optimizer(self, model)
 
 
 @dataclass(frozen=True, kw_only=True)

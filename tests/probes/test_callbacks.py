@@ -223,7 +223,8 @@ def test_trackio_gets_scalars_and_histograms(tmp_path, monkeypatch):
     log = ProbeLog(model := Net(), tmp_path / "mine", every=1, writers=["trackio"])
     train(model, batches(1), log)
     log.close()
-    assert calls[0] == ("init", {"project": "skipless", "name": "mine", "resume": "allow"})
+    settings = {"project": "skipless", "name": "mine", "config": None, "resume": "allow"}
+    assert calls[0] == ("init", settings)
     assert calls[-1] == ("finish",)
     assert any(c[0] == "log" and c[2].get("channel_rms/blocks.0:output") == ("histogram", 16)
                for c in calls)  # fmt: skip
@@ -240,7 +241,7 @@ def test_a_writer_that_is_not_installed_is_only_missed_when_named(tmp_path, pack
     module = {"trackio": "trackio", "tensorboard": "torch.utils.tensorboard"}[package]
     monkeypatch.setitem(sys.modules, module, None)
     train(model := Net(), batches(1), ProbeLog(model, tmp_path))
-    with pytest.raises(UserError, match=f"{package}' is not installed"):
+    with pytest.raises(UserError, match=f"{package}', which is not installed"):
         ProbeLog(model, tmp_path, writers=[package])
 
 

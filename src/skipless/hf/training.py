@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from skipless.config import OptimizerRecipe
 from skipless.errors import UserError
 from skipless.model import Connection
+from skipless.optim import build_optimizer
 from skipless.quant import train_quantized
 from skipless.scheme import TrainingPlan
 
@@ -43,7 +44,7 @@ def trainer_optimizer(recipe: OptimizerRecipe) -> tuple[Callable[[], Any], dict[
         )
 
     def factory() -> Callable[..., Any]:
-        return lambda model, **_: recipe.build(model)
+        return lambda model, **_: build_optimizer(recipe, model)
 
     return factory, {}
 

@@ -1,6 +1,6 @@
 """Scalars and histograms to TensorBoard, trackio, or whatever has their methods.
 
-Neither library is needed unless it is named. Read by callbacks.py.
+Neither library is needed unless it is named. Read by callbacks.py and `skipless.train`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,10 @@ class Writer(Protocol):
 
 
 class TensorBoardWriter:
-    """A SummaryWriter: one of one's own, or event files in a folder."""
+    """A SummaryWriter; `is_ours` if it was opened here."""
 
-    def __init__(self, to: Any) -> None:
-        self.is_ours = isinstance(to, Path)
-        if self.is_ours:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise _missing("tensorboard", error) from None
-            to = SummaryWriter(str(to))
-        self.to = to
+    def __init__(self, to: Any, *, is_ours: bool = False) -> None:
+        self.to, self.is_ours = to, is_ours
 
     def write(
         self, step: int, scalars: Mapping[str, float], histograms: Mapping[str, Tensor]
@@ -73,22 +66,43 @@ class LogWriter:
             self.finish()
 
 
-def open_writers(wanted: Sequence[Any], out: Path) -> list[Writer]:
-    """Writers of "tensorboard" (event files under out/tensorboard), "trackio" (project skipless),
-    or objects with `add_scalar` or `log`. Raises UserError for anything else."""
-    return [_open(one, out) for one in ([wanted] if isinstance(wanted, str) else wanted)]
+def open_writers(
+    wanted: Sequence[Any],
+    out: Path,
+    *,
+    after: int = 0,
+    config: dict[str, Any] | None = None,
+    setting: str = "writers",
+) -> list[Writer]:
+    """Writers of "tensorboard" (event files under out/tensorboard), "trackio" (project skipless, a
+    run named as `out` with the settings `config`), or objects with `add_scalar` or `log`.
+
+    Events beyond the step `after`, from which a training goes on, are hidden. Raises UserError for
+    anything else and for a library that is missing, which `setting` named.
+    """
+    several = [wanted] if isinstance(wanted, str) else wanted
+    return [_open(one, out, after, config, setting) for one in several]
 
 
-def _open(one: Any, out: Path) -> Writer:
-    if one == "tensorboard":
-        return TensorBoardWriter(out / "tensorboard")
-    if one == "trackio":
-        try:
+def _open(one: Any, out: Path, after: int, config: dict[str, Any] | None, setting: str) -> Writer:
+    try:
+        if one == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            events = SummaryWriter(
+                str(out / "tensorboard"), purge_step=after + 1 if after else None
+            )
+            return TensorBoardWriter(events, is_ours=True)
+        if one == "trackio":
             import trackio
-        except ImportError as error:
-            raise _missing("trackio", error) from None
-        trackio.init(project="skipless", name=out.name, resume="allow")
-        return LogWriter(trackio, histogram=trackio.Histogram, finish=trackio.finish)
+
+            trackio.init(project="skipless", name=out.name, config=config, resume="allow")
+            return LogWriter(trackio, histogram=trackio.Histogram, finish=trackio.finish)
+    except ImportError as error:
+        raise UserError(
+            f"{setting} names {one!r}, which is not installed ({error}); run "
+            "`pip install 'skipless[track]'` or leave it out"
+        ) from None
     if callable(getattr(one, "add_scalar", None)):
         return TensorBoardWriter(one)
     if callable(getattr(one, "log", None)):
@@ -96,11 +110,4 @@ def _open(one: Any, out: Path) -> Writer:
     raise UserError(
         f"{one!r} is no writer; give 'tensorboard', 'trackio', a SummaryWriter or an object with "
         "log(dict, step=)"
-    )
-
-
-def _missing(package: str, error: ImportError) -> UserError:
-    return UserError(
-        f"the writer {package!r} is not installed ({error}); run `pip install 'skipless[track]'` "
-        "or leave it out"
     )

@@ -24,7 +24,7 @@ from skipless.config import RunConfig
 from skipless.data import PreparedData, open_batches, open_loader
 from skipless.log import say
 from skipless.model import Transformer, initialize
-from skipless.optim import schedule
+from skipless.optim import build_optimizer, schedule
 from skipless.probes import gradient_norms
 from skipless.quant.training import train_quantized
 from skipless.rundir import CHECKPOINTS, FINAL_PROBE, METRICS, RESULT, WEIGHTS, RunDir
@@ -87,7 +87,7 @@ class Loop:
         self.rounding = train_quantized(self.model, self.settings.quantize)
         if self.settings.compile:
             self.try_compiled()
-        self.optimizer = config.optim.build(self.model)
+        self.optimizer = build_optimizer(config.optim, self.model)
 
     def resume(self) -> None:
         """Take up what a former attempt left, if it did; the directory must be claimed."""

@@ -10,71 +10,15 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from skipless.config import RunConfig
 from skipless.errors import UserError
 from skipless.log import progress, say
+from skipless.probes.writers import open_writers
 from skipless.rundir import METRICS, PROBES, RunDir
 
 SECONDS_BETWEEN_LINES = 15.0
-
-
-class Mirror(Protocol):
-    """A second place for the same numbers."""
-
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Event files under `RUN/tensorboard`."""
-
-    def __init__(self, run: RunDir, config: RunConfig, step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing("tensorboard", error) from None
-        # Events after the step that a resumed run starts from are hidden, as in metrics.jsonl.
-        self.writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class Trackio:
-    """A local trackio project called "skipless", one trackio run for each run directory."""
-
-    def __init__(self, run: RunDir, config: RunConfig, step: int) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise _missing("trackio", error) from None
-        self.trackio = trackio
-        trackio.init(
-            project="skipless", name=run.path.name, config=config.to_dict(), resume="allow"
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.trackio.log(values, step=step)
-
-    def close(self) -> None:
-        self.trackio.finish()
-
-
-MIRRORS = {"tensorboard": TensorBoard, "trackio": Trackio}
-
-
-def _missing(package: str, error: ImportError) -> UserError:
-    return UserError(
-        f"train.mirrors names {package!r}, which is not installed ({error}); run "
-        "`pip install 'skipless[track]'` or leave it out"
-    )
 
 
 class Metrics:
@@ -91,7 +35,10 @@ class Metrics:
             lambda r: self._step(r, METRICS) < step or (r["step"] == step and "loss" in r),
         )
         run.truncate_jsonl(PROBES, lambda r: self._step(r, PROBES) < step)
-        self.mirrors: list[Mirror] = [MIRRORS[m](run, config, step) for m in config.train.mirrors]
+        self.mirrors = open_writers(
+            config.train.mirrors, run.path, after=step, config=config.to_dict(),
+            setting="train.mirrors",
+        )  # fmt: skip
 
     def _step(self, row: dict[str, Any], name: str) -> int:
         step = row.get("step")
@@ -109,7 +56,7 @@ class Metrics:
             k: v for k, v in values.items() if k != "step" and isinstance(v, (int, float))
         }
         for mirror in self.mirrors:
-            mirror.log(values["step"], numbers)
+            mirror.write(values["step"], numbers, {})
 
     def probe(self, values: dict[str, Any]) -> None:
         """One line of probes.jsonl; mirrors get the kurtosis of every site."""
@@ -117,7 +64,7 @@ class Metrics:
         if self.mirrors:
             numbers = {f"kurtosis/{row['site']}": row["kurtosis"] for row in values["sites"]}
             for mirror in self.mirrors:
-                mirror.log(values["step"], numbers)
+                mirror.write(values["step"], numbers, {})
 
     def close(self) -> None:
         for mirror in self.mirrors:
