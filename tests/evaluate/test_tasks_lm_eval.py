@@ -6,16 +6,28 @@ lm-eval reads our own questions through its official task files, so no hub is ne
 import json
 
 import pytest
+import torch
 from tasks_material import hf_tokenizer, llama, own_tokenizer, write_rows
 
 from skipless.cli import main
+from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.evaluate import score_tasks
 from skipless.evaluate.tasks import CORE8, Coder, find_tasks, score_requests
 from skipless.evaluate.tasks.asking import ask
-from skipless.evaluate.tasks.harness import PREFIX, local_tasks, run_lm_eval, wrap
+from skipless.evaluate.tasks.harness import (
+    PREFIX,
+    _paired,
+    _plain,
+    local_tasks,
+    run_lm_eval,
+    wrap,
+)
+from skipless.model import Transformer
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed (pip install -e '.[eval]')")
+lm_eval = pytest.importorskip(
+    "lm_eval", reason="lm-eval is not installed (pip install -e '.[eval]')"
+)
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow  # lm-eval takes half a minute to list its tasks
 
@@ -93,13 +105,97 @@ def test_a_run_through_lm_eval(copy_run, tmp_path, folder, capsys):
     assert "openbookqa" in capsys.readouterr().out
 
 
+def write_sums(folder, **generation):
+    """A task whose answers are written, read out of the text in two ways, as a YAML file."""
+    rows = [{"question": f"{n} and {n} are", "answer": f" {2 * n}"} for n in range(1, 6)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "task": "sums", "dataset_path": "json", "output_type": "generate_until",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "sums.jsonl")}},
+        "test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "do_sample": False, "max_gen_toks": 6, **generation},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "filter_list": [
+            {"name": "whole", "filter": [{"function": "take_first"}]},
+            {"name": "letter", "filter": [
+                {"function": "regex", "regex_pattern": "([a-z])"}, {"function": "take_first"}]},
+        ],
+    }  # fmt: skip
+    file = folder / "sums.yaml"
+    file.write_text(json.dumps(task))  # YAML holds JSON
+    return file
+
+
+def test_a_run_writes_answers(copy_run, tmp_path, capsys):
+    """A task that has the model write, by its file: the text is that of the run's own decoder."""
+    from skipless.train import load_run
+
+    path, file = copy_run(tmp_path / "run"), write_sums(tmp_path)
+    run = load_run(path)
+    written = {}
+    for row in map(json.loads, (tmp_path / "sums.jsonl").read_text().splitlines()):
+        ids = torch.tensor([run.tokenizer.encode(row["question"])])
+        tokens = run.model.generate(ids, 6)[0, ids.shape[1] :].tolist()
+        written[row["question"]] = run.tokenizer.decode(tokens).split("\n")[0]
+    from skipless.hf.converting import from_transformer
+
+    model = from_transformer(run.model)
+    tokenizer = run.tokenizer.for_transformers(32)
+    found = lm_eval.simple_evaluate(
+        wrap(model, tokenizer, 32), tasks=[str(file)], bootstrap_iters=0, log_samples=True,
+        task_manager=lm_eval.tasks.TaskManager(include_defaults=False),
+    )["samples"]["sums"]  # fmt: skip
+    assert {s["doc"]["question"]: s["resps"][0][0] for s in found} == written
+    words = ["eval", str(path), "--tasks", str(file), "--backend", "lm-eval"]
+    assert main([*words, "--schemes", "W2A4", "W8A8-static", "--limit", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "exact_match (whole)" in out and "exact_match (letter)" in out
+    rows = json.loads((path / "tasks.json").read_text())["rows"]
+    assert [row["scheme"] for row in rows] == ["full precision", "W2A4", "W8A8-static"]
+    paired = rows[1]["tasks"]["sums"]["against_full_precision"]
+    assert set(paired) == {"exact_match (whole)", "exact_match (letter)"}
+    assert "exact_match" in (path / "tasks.md").read_text()
+    write_sums(tmp_path, max_gen_toks=32)
+    assert main(words) == 2
+    assert "as many tokens as it takes in all, 32" in capsys.readouterr().err
+
+
+def test_pairs_are_of_one_way_to_read_an_answer():
+    """A question is there once for each filter, and is compared with itself under that filter."""
+
+    def samples(*values):
+        return [{"doc_id": n // 2, "filter": ("strict", "loose")[n % 2], "exact_match": value}
+                for n, value in enumerate(values)]  # fmt: skip
+
+    found = _paired(samples(1.0, 1.0, 1.0, 1.0), samples(0.0, 1.0, 0.0, 1.0))
+    assert found["exact_match (strict)"]["difference"] == -1
+    assert found["exact_match (loose)"]["difference"] == 0
+    assert _plain("acc_stderr,none") == "acc_stderr"
+    assert _plain("exact_match_stderr,strict") == "exact_match (strict)_stderr"
+
+
 def test_names_that_lm_eval_does_not_know(tmp_path):
-    model = llama()
+    model, tokenizer = llama(), hf_tokenizer(tmp_path)
     with pytest.raises(UserError, match="has no task 'hellaswagg'; did you mean"):
-        run_lm_eval(model, hf_tokenizer(tmp_path), ["hellaswagg"])
-    own = own_tokenizer(tmp_path)
-    with pytest.raises(UserError, match="rolling"):
-        wrap(model, own).loglikelihood_rolling([])
+        run_lm_eval(model, tokenizer, ["hellaswagg"])
+    with pytest.raises(UserError, match="nowhere.yaml does not exist"):
+        run_lm_eval(model, tokenizer, ["nowhere.yaml"])
+    with pytest.raises(UserError, match="Transformer is none; give it .*from_transformer"):
+        wrap(Transformer(ModelConfig.from_dict({"hidden_size": 16, "num_attention_heads": 2})),
+             own_tokenizer(tmp_path))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("mmlu", "cannot read its data"), ("gsm8k", "cannot read its data"),
+     ("longbench", "cannot read its data|needs what is not installed")],
+)  # fmt: skip
+def test_groups_and_tasks_by_name_are_known(name, told, tmp_path, monkeypatch):
+    """Up to where their data are read, which no package holds."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=told):
+        run_lm_eval(llama(), hf_tokenizer(tmp_path), [name], num_fewshot=5)
 
 
 def test_tokenizers_that_do_not_fit(folder, tmp_path):

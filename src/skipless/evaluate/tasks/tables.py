@@ -48,6 +48,12 @@ def task_lines(summary: Mapping[str, Any]) -> list[list[str]]:
     return lines
 
 
+def lead_metric(entry: Mapping[str, Any]) -> str | None:
+    """The metric of a task that stands for it; None where it has no share of right answers."""
+    written = [key for key in entry if key.startswith("exact_match") and "_stderr" not in key]
+    return next((key for key in ("acc_norm", "acc", *written) if key in entry), None)
+
+
 def _others(entry: Mapping[str, Any]) -> list[str]:
     """Numbers that lm-eval gives under other names."""
     own = ("acc", "acc_norm", "num_ties", "seconds", "sample_len", "sample_count")
@@ -71,7 +77,7 @@ def comparison_lines(summary: Mapping[str, Any]) -> list[list[str]]:
             found = entry.get("against_full_precision")
             if not found:
                 continue
-            metric = "acc_norm" if "acc_norm" in found else "acc"
+            metric = lead_metric(found) or ""
             cell = found.get(metric)
             lines.append([
                 row["scheme"], name, metric,
@@ -157,15 +163,16 @@ def draw(summary: Mapping[str, Any], name: str) -> bytes:
     figure = Figure(figsize=(max(6.0, 1.2 * len(names) + 2), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    width = 0.8 / len(rows)
+    width, shown = 0.8 / len(rows), []
     for number, row in enumerate(rows):
         places, heights, errors = [], [], []
         for place, task in enumerate(names):
             entry = row["tasks"][task]
-            metric = "acc_norm" if "acc_norm" in entry else "acc"
-            if metric in entry:
+            metric = lead_metric(entry)
+            if metric is not None:
                 places.append(place - 0.4 + (number + 0.5) * width)
                 heights.append(entry[metric])
+                shown.append(metric)
                 error = entry.get(f"{metric}_stderr")
                 errors.append(error if isinstance(error, float) else 0.0)
         axes.bar(places, heights, width, yerr=errors, label=row["scheme"], capsize=2)
@@ -173,7 +180,7 @@ def draw(summary: Mapping[str, Any], name: str) -> bytes:
         if task in chance:
             axes.hlines(chance[task], place - 0.45, place + 0.45, colors="black", linestyles=":")
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
-    axes.set_ylabel("acc_norm or acc")
+    axes.set_ylabel(" or ".join(dict.fromkeys(shown)) or "no share of right answers")
     axes.set_ylim(0, 1)
     limit, scope = summary["limit"], f"scope {summary['scope']}, " if len(rows) > 1 else ""
     asked = f"the first {limit} questions of each task" if limit else "every question"
