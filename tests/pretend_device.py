@@ -365,6 +365,8 @@ def pretend(kind: str = "cuda") -> Iterator[Device]:
         "set_device": None, "synchronize": None, "max_memory_allocated": 1 << 20,
         "memory_allocated": 1 << 20, "reset_peak_memory_stats": None, "empty_cache": None,
         "is_initialized": True, "get_device_name": "Pretended", "get_device_capability": (9, 0),
+        "current_stream": mock.MagicMock(), "stream": contextlib.nullcontext(),
+        "get_rng_state": None, "set_rng_state": None, "device": contextlib.nullcontext(),
     }  # fmt: skip
     former = torch.__future__.get_swap_module_params_on_conversion()
     with contextlib.ExitStack() as stack:

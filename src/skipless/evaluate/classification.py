@@ -52,6 +52,7 @@ def accuracy(model: nn.Module, batches: Iterable[Any]) -> AccuracyReport:
                 )
             if not bool(logits.isfinite().all()):
                 raise UserError(f"the logits of batch {number} are not finite")
+            labels = labels.cpu()
             nats += float(F.cross_entropy(logits, labels, reduction="sum"))
             right += (logits.argmax(1) == labels).tolist()
             seen += labels.tolist()
