@@ -62,7 +62,7 @@ class TestRecording:
         assert not torch.equal(entropy, later)
 
     def test_what_cannot_be_recorded_is_told(self):
-        with pytest.raises(UserError, match="no universal connection to warm up"):
+        with pytest.raises(UserError, match="no universal connection; build or patch"):
             record_pairs(build(kind="residual"), [ids()])
         with pytest.raises(UserError, match="0 batches reached no pair at .* and 3 more"):
             record_pairs(build(), [])

@@ -1,7 +1,7 @@
 """The decoder and its parts: connections, initialisers, attention, cache, generation."""
 
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig
-from skipless.model.attention import Attention, eager_attention
+from skipless.model.attention import Attention
 from skipless.model.block import IDENTITY, Block, is_absent
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import CONNECTIONS, Connection, build_connection
@@ -28,7 +28,6 @@ __all__ = [
     "Universal",
     "build_connection",
     "describe_interpolation",
-    "eager_attention",
     "haar",
     "initialize",
     "is_absent",

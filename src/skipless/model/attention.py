@@ -12,15 +12,11 @@ heads, K head size, D width. Read by `block.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.config import ModelConfig
-from skipless.errors import UserError
 from skipless.model import blocked, diagonal
 from skipless.model.attention_entropy import attention_entropy
 from skipless.model.blocked import blocked_attention
@@ -141,19 +137,3 @@ def causal_visibility(q: Tensor, k: Tensor) -> Tensor:
 
 def _at_least_float32(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
-
-
-@contextmanager
-def eager_attention(model: nn.Module) -> Iterator[nn.Module]:
-    """Within the block all `Attention` layers of `model` compute and show their probabilities."""
-    layers = [module for module in model.modules() if isinstance(module, Attention)]
-    if not layers:
-        raise UserError(f"{type(model).__name__} has no skipless attention layer to make eager")
-    before = [layer.implementation for layer in layers]
-    try:
-        for layer in layers:
-            layer.implementation = "eager"
-        yield model
-    finally:
-        for layer, implementation in zip(layers, before, strict=True):
-            layer.implementation = implementation

@@ -72,12 +72,15 @@ def check_sampling(
     """Raise UserError for settings out of range."""
     if not _is_whole(seed, 0) or seed >= 2**64:
         raise UserError(f"seed is {seed!r}; a whole number from 0 to 2^64 - 1 was expected")
-    fits = _is_whole(max_new_tokens, 0) and (top_k is None or _is_whole(top_k, 1))
-    if not fits or not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
+    if not _is_whole(max_new_tokens, 0):
+        raise UserError(f"max_new_tokens is {max_new_tokens!r}; a whole number >= 0 was expected")
+    if not (isinstance(temperature, Real) and 0 <= temperature < math.inf):
         raise UserError(
-            f"max_new_tokens={max_new_tokens!r}, temperature={temperature!r}, top_k={top_k!r}; "
-            "expected max_new_tokens >= 0, a finite temperature >= 0 and top_k >= 1 (or none)"
+            f"temperature is {temperature!r}; a finite number >= 0 was expected, 0 for the "
+            "likeliest token each time"
         )
+    if top_k is not None and not _is_whole(top_k, 1):
+        raise UserError(f"top_k is {top_k!r}; a whole number >= 1 was expected, or none for all")
     if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
         raise UserError(f"top_p is {top_p!r}; a share of at most 1 and above 0 was expected")
 

@@ -207,17 +207,23 @@ class Gated(Connection):
         )
 
 
+def universal_connections(model: nn.Module) -> dict[str, Universal]:
+    """Every universal connection of any model by name. Raises UserError where there is none."""
+    found = {n: m for n, m in model.named_modules() if isinstance(m, Universal)}
+    if not found:
+        raise UserError(
+            f"{type(model).__name__} has no universal connection; build or patch it with "
+            "connection kind 'universal'"
+        )
+    return found
+
+
 def describe_interpolation(model: nn.Module) -> str:
     """One line a universal connection, then the share of all of them in the model's parameters.
 
     Raises UserError for a model that has none.
     """
-    found = {n: m for n, m in model.named_modules() if isinstance(m, Universal)}
-    if not found:
-        raise UserError(
-            f"{type(model).__name__} has no universal connection to describe; build it with "
-            "connection kind 'universal'"
-        )
+    found = universal_connections(model)
     own = sum(p.numel() for m in found.values() for p in m.parameters())
     total = sum(p.numel() for p in model.parameters())
     lines = [f"{name}: {module.describe()}" for name, module in found.items()]

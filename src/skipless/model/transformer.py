@@ -47,11 +47,6 @@ class Transformer(Stack):
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
-        if config.num_labels is not None and config.num_labels < 2:
-            raise UserError(
-                f"model.num_labels is {config.num_labels}; a classification head needs at least "
-                "2, and null gives the language-model head"
-            )
         self.config = config
         device = torch.get_default_device()
         with torch.device("meta"):  # default draws would cost time and disturb the global seed

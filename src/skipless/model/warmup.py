@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.model.context import ForwardContext
-from skipless.model.interpolation import Universal
+from skipless.model.interpolation import Universal, universal_connections
 
 __all__ = ["Fit", "Pair", "record_pairs", "warm_up"]
 
@@ -49,17 +49,6 @@ class Fit:
 
     before: float
     after: float
-
-
-def interpolators(model: nn.Module) -> dict[str, Universal]:
-    """Name -> universal connection of any model; raises UserError where there is none."""
-    found = {n: m for n, m in model.named_modules() if isinstance(m, Universal)}
-    if not found:
-        raise UserError(
-            f"{type(model).__name__} has no universal connection to warm up; build or patch it "
-            "with connection kind 'universal'"
-        )
-    return found
 
 
 @torch.no_grad()
@@ -86,7 +75,7 @@ def record_pairs(model: nn.Module, batches: Iterable[Any]) -> dict[str, list[Pai
 
         return join
 
-    sites = interpolators(model)
+    sites = universal_connections(model)
     modes = {module: module.training for module in model.modules()}
     num_batches = 0
     try:
@@ -131,7 +120,7 @@ def warm_up(
         raise UserError(
             f"a warm-up of {steps} steps at lr {lr} fits nothing; both must be positive"
         )
-    sites = interpolators(model)
+    sites = universal_connections(model)
     unknown = [name for name in pairs if name not in sites]
     if unknown or not pairs:
         raise UserError(

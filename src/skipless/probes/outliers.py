@@ -26,6 +26,7 @@ from torch import Tensor
 
 from skipless.errors import UserError
 from skipless.probes.moments import F64, Moments, RowSums, chunks, from_powers, row_sums
+from skipless.probes.statistics import decibels
 
 NUM_EXTREME = 32
 NUM_SAMPLED = 96
@@ -84,15 +85,6 @@ class Noise:
     def token_sqnr(self) -> float:
         """S3 in dB of the mean over tokens of noise over energy: every token counts alike."""
         return decibels(self.ratio, self.count)
-
-
-def decibels(noise: float, signal: float) -> float:
-    """S3: 10 log10(signal / noise) in dB; infinite without noise, NaN for 0 against 0."""
-    if not (math.isfinite(noise) and math.isfinite(signal)) or noise == signal == 0:
-        return math.nan
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 class Outliers:

@@ -67,11 +67,16 @@ def sqnr(reference: Tensor, approximation: Tensor) -> float:
         approximation = approximation.to(reference.device)
     x, q = as_rows(reference).to(F64), as_rows(approximation).to(F64)
     signal, noise = float(x.square().sum()), float((x - q).square().sum())
-    if not (math.isfinite(signal) and math.isfinite(noise)) or signal == noise == 0:
+    return decibels(noise, signal)
+
+
+def decibels(noise: float, signal: float) -> float:
+    """S3: 10 log10(signal / noise) in dB; infinite without noise, NaN for 0 against 0."""
+    if not (math.isfinite(noise) and math.isfinite(signal)) or noise == signal == 0:
         return math.nan
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 def mixing_factor(weights: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from skipless.surgery.patching import patch_as
 from skipless.surgery.reading import check_layers, check_shapes
 from skipless.surgery.records import RECORD
 from skipless.surgery.saving import INDEX, MODEL_TYPE, PREFIX, saving_class
-from skipless.surgery.sources import is_run
+from skipless.surgery.sources import class_name, is_run
 
 __all__ = ["load"]
 
@@ -41,8 +41,7 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
     rows, model_type = settings.pop(RECORD), settings.pop("skipless_model_type")
     import transformers
 
-    names = settings.get("architectures") or [""]
-    name = str(names[0] if isinstance(names, list) else names)
+    name = class_name(settings)
     cls: Any = getattr(transformers, name, None)
     if not hasattr(cls, "from_pretrained"):
         raise UserError(f"{path} holds a {name or 'model of no class'}, which this version of "

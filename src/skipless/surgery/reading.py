@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.pretrained.beside import check_beside
 from skipless.surgery.checking import check_finite
-from skipless.surgery.sources import read_config
+from skipless.surgery.sources import class_name, read_config
 
 __all__ = ["check_layers", "check_shapes", "no_next_token", "read_language_model", "read_model"]
 
@@ -31,9 +32,10 @@ def read_model(folder: Path, cls: Any = None, dtype: Any = "auto") -> Any:
     and for weights that are not finite.
     """
     config = read_config(folder)
+    check_beside(folder)
     transformers = _transformers()
     if cls is None:
-        name = _class_name(config) or "AutoModel"
+        name = class_name(config) or "AutoModel"
         cls = getattr(_own_classes(config) or transformers, name, None)
         if not hasattr(cls, "from_pretrained"):
             raise UserError(
@@ -65,7 +67,7 @@ def read_language_model(folder: Path) -> Any:
     transformers = _transformers()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    name = _class_name(config)
+    name = class_name(config)
     if _own_classes(config) is not None:
         raise UserError(
             f"{folder} holds a {name}, made of a run of ours; name the run itself, whose skips "
@@ -185,12 +187,6 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
-
-
-def _class_name(config: dict[str, Any]) -> str:
-    """What the config names; "" where it names none."""
-    names = config.get("architectures") or [""]
-    return str(names[0] if isinstance(names, list) else names)
 
 
 def _refusal(folder: Path, reason: str) -> str:

@@ -20,8 +20,8 @@ from skipless.pretrained import HEADER, MODELS, fetch_model
 from skipless.pretrained.quantised import refuse_packed
 
 __all__ = [
-    "copy_tokenizer", "find_folder", "is_run", "model_type", "prepare_text", "read_config",
-    "seen_tokens",
+    "class_name", "copy_tokenizer", "find_folder", "is_run", "model_type", "prepare_text",
+    "read_config", "seen_tokens",
 ]  # fmt: skip
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".h5", ".msgpack")
@@ -77,6 +77,12 @@ def is_run(config: Any) -> bool:
 def model_type(folder: Path) -> str:
     """`model_type` of the folder's config.json. Raises UserError as `read_config` does."""
     return read_config(folder)["model_type"]
+
+
+def class_name(config: dict[str, Any]) -> str:
+    """The class of transformers that a config names; "" where it names none."""
+    names = config.get("architectures") or [""]
+    return str(names[0] if isinstance(names, list) else names)
 
 
 def seen_tokens(folder: Path) -> int | None:

@@ -35,13 +35,13 @@ from skipless.surgery.slimming.folding import LIMIT, Folded, difference, fold, s
 from skipless.surgery.slimming.opening import (
     Source,
     holds_run,
-    next_token_loss,
     open_folded,
     open_run,
     open_source,
 )
 from skipless.surgery.slimming.pruning import Pruned, prune
 from skipless.surgery.slimming.stock import fold_to_stock
+from skipless.surgery.slimming.trials import next_token_loss
 from skipless.surgery.sources import find_folder, model_type
 from skipless.train import LoadedRun
 from skipless.train.distributed import World

@@ -7,7 +7,7 @@ A run brings its own text; other models are measured on TEXT where none is named
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 from skipless.data import evaluation_batches, open_batches
 from skipless.errors import UserError
 from skipless.evaluate import accuracy
-from skipless.evaluate import loss as language_loss
 from skipless.rundir import CONFIG
 from skipless.surgery.loading import load
 from skipless.surgery.reading import no_next_token, read_language_model, read_model
 from skipless.surgery.saving import MODEL_TYPE
+from skipless.surgery.slimming.trials import LossFunction, next_token_loss
 from skipless.surgery.sources import copy_tokenizer, is_run, model_type, prepare_text
 from skipless.train import LoadedRun, load_run
 
@@ -32,11 +32,6 @@ TEXT = "sotu"
 BATCH_SIZE = 8
 LONGEST = 256
 """Tokens a sequence of a Hugging Face model, if it sees as many."""
-
-
-def next_token_loss(model: Any, batches: list[Any]) -> float:
-    """Nats a token."""
-    return language_loss(model, batches).nats
 
 
 def label_loss(model: Any, batches: list[Any]) -> float:
@@ -53,7 +48,7 @@ class Source:
     chosen_on: list[Any] = field(default_factory=list)
     """Batches of the training part of the text."""
     held_out: list[Any] = field(default_factory=list)
-    loss: Callable[[Any, list[Any]], float] = next_token_loss
+    loss: LossFunction = next_token_loss
     run: LoadedRun | None = None
     """Set for a run."""
     unmeasured: str = ""

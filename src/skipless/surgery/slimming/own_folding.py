@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 import torch
 from torch import nn
@@ -12,11 +11,10 @@ from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig, T
 from skipless.errors import UserError
 from skipless.fallback import double
 from skipless.model import IDENTITY, Connection, Transformer
+from skipless.model.block import Sublayer
 from skipless.surgery.slimming.scaling import Tally, join_weights, scale_output
 
 __all__ = ["fold_own"]
-
-Sublayer = Literal["attention", "mlp"]
 
 
 def fold_own(model: Transformer, tally: Tally, norm_gains: bool) -> Transformer:

@@ -13,7 +13,7 @@ and on patched Hugging Face models. `shares.py` and `trials.py` measure, `remova
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,14 +22,13 @@ from torch import nn
 from skipless.checks import is_real
 from skipless.compiled import unwrapped
 from skipless.errors import UserError, check_choice
-from skipless.evaluate import loss as language_loss
 from skipless.evaluate.losses import as_list
 from skipless.log import console
 from skipless.model import Connection
 from skipless.surgery.checking import check_batches, check_finite
 from skipless.surgery.slimming.removal import Size, remove, size_of
 from skipless.surgery.slimming.shares import Share, candidates, layer_names, measure_shares
-from skipless.surgery.slimming.trials import Trials
+from skipless.surgery.slimming.trials import LossFunction, Trials, next_token_loss
 
 __all__ = ["PruneRow", "Pruned", "prune"]
 
@@ -114,7 +113,7 @@ def prune(
     *,
     loss_budget: float | None = None,
     unit: Literal["sublayer", "layer"] = "sublayer",
-    loss: Callable[[nn.Module, list[Any]], float] | None = None,
+    loss: LossFunction | None = None,
 ) -> Pruned:
     """Drop sublayers in place: by their share of the stream, or by what the loss loses (F5).
 
@@ -160,7 +159,7 @@ def prune(
     pruned = Pruned(
         rows=_rows(found, alone, trials.full, chosen), dropped=tuple(dropped),
         removed_layers=removed, still_computed=still, loss_before=trials.full,
-        loss_after=(loss or (lambda m, b: language_loss(m, b).nats))(model, batches),
+        loss_after=(loss or next_token_loss)(model, batches),
         before=before, after=size_of(model, batches[0]),
     )  # fmt: skip
     if loss is None and loss_budget is not None:

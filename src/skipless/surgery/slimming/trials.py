@@ -19,11 +19,16 @@ from skipless.errors import UserError
 from skipless.evaluate import loss as language_loss
 from skipless.surgery.slimming.shares import layer_names
 
-__all__ = ["Trials"]
+__all__ = ["LossFunction", "Trials", "next_token_loss"]
 
 LossFunction = Callable[[nn.Module, list[Any]], float]
 KEPT_BYTES = 2 << 30
 """Most memory for outputs of layers in front of a change; beyond it all layers are computed."""
+
+
+def next_token_loss(model: nn.Module, batches: list[Any]) -> float:
+    """Nats a token: what a language model is measured by where nothing else is given."""
+    return language_loss(model, batches).nats
 
 
 class Trials:
@@ -41,7 +46,7 @@ class Trials:
         loss: LossFunction | None,
     ):
         self.model, self.batches, self.groups = model, batches, groups
-        self._loss: LossFunction = loss or (lambda m, b: language_loss(m, b).nats)
+        self._loss: LossFunction = loss or next_token_loss
         self._layers = layer_names(model)
         names = dict.fromkeys(self._layers.values())
         # another loss may run the model on what it computed before, so nothing is kept for it
