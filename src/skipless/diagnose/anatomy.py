@@ -16,7 +16,7 @@ Read by `skipless.diagnose.running`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,22 +46,9 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
     rows, weights, numbers = outliers.rows()
     if rows.numel() == 0 or not bool(rows.any()):
         return {}
-    sampled = _sampled(outliers)
-    level = sampled.abs().median(0).values
-    usual = float(level.median())
-    if usual == 0:  # most values are exact zeros, as behind a ReLU
-        level = sampled.abs().mean(0)
-        usual = float(level.median()) or float(level.mean())
-    heavy = level > FACTOR * usual
+    level, usual, heavy, peak, usual_peak, giant, value = _find(rows, _sampled(outliers))
     energy = rows.double().square()
     total = float((weights @ energy).sum())
-    scale = level.clamp_min(usual)
-    excess = rows.abs() / scale
-    peak = excess.amax(1)
-    usual_peak = float((sampled.abs() / scale).amax(1).median())
-    giant = peak > FACTOR * usual_peak if usual_peak > 0 else torch.zeros_like(peak).bool()
-    # Of the values that make a token an outlier the largest is named, not the largest excess.
-    value = rows.abs().masked_fill(excess <= FACTOR * usual_peak, 0.0).argmax(1)
     num_extreme = 0 if outliers.extreme is None else len(outliers.extreme.number)
     strength = rows.abs().gather(1, value[:, None]).squeeze(1)
     named = [int(i) for i in torch.argsort(strength, descending=True) if giant[i]]
@@ -93,6 +80,40 @@ def anatomy(outliers: Outliers, *, target_db: float = 30.0) -> dict[str, Any]:
         "bits_for_target": bits_for(rows, weights, target_db),
         "gaussian_bits": next((b for b in range(2, 17) if gaussian_sqnr(b) >= target_db), None),
     }  # fmt: skip
+
+
+class _Found(NamedTuple):
+    """Outliers among rows [n, D]; the words are those on top of this file."""
+
+    level: Tensor
+    """[D]."""
+    usual: float
+    """The median level."""
+    heavy: Tensor
+    """[D], True for outlier channels."""
+    peak: Tensor
+    """[n], the largest excess of a token."""
+    usual_peak: float
+    giant: Tensor
+    """[n], True for outlier tokens."""
+    value: Tensor
+    """[n], the channel of the largest value that makes a token an outlier."""
+
+
+def _find(rows: Tensor, sampled: Tensor) -> _Found:
+    level = sampled.abs().median(0).values
+    usual = float(level.median())
+    if usual == 0:  # most values are exact zeros, as behind a ReLU
+        level = sampled.abs().mean(0)
+        usual = float(level.median()) or float(level.mean())
+    scale = level.clamp_min(usual)
+    excess = rows.abs() / scale
+    peak = excess.amax(1)
+    usual_peak = float((sampled.abs() / scale).amax(1).median())
+    giant = peak > FACTOR * usual_peak if usual_peak > 0 else torch.zeros_like(peak).bool()
+    # Of the values that make a token an outlier the largest is named, not the largest excess.
+    value = rows.abs().masked_fill(excess <= FACTOR * usual_peak, 0.0).argmax(1)
+    return _Found(level, usual, level > FACTOR * usual, peak, usual_peak, giant, value)
 
 
 def weighted_kurtosis(rows: Tensor, weights: Tensor) -> float | None:

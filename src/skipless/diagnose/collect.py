@@ -126,17 +126,16 @@ class Collector:
     def run(self, batch: Any) -> None:
         """One batch through the model; a no-grad context is the caller's."""
         if not self.num_batches and self._keeps:
-            self._size_sample(batch)
+            self._size_sample()
         self.ids += [(self.num_batches, ids) for ids in _token_ids(batch)]
         run_batch(self.model, batch)
         self.num_batches += 1
 
-    def _size_sample(self, batch: Any) -> None:
+    def _size_sample(self) -> None:
         """How many tokens of each tensor fit into the bytes for samples, from the modules' widths.
 
         Norms and linears that see one tensor are counted once each, so that it is an upper bound.
         """
-        del batch
         modules = dict(self.model.named_modules())
         total = 0
         for place in self.places:

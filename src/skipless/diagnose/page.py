@@ -168,7 +168,8 @@ def _layers(result: Diagnosis) -> str:
          number(row["standard_error"], ".5f"), number(row["predicted"], ".4g")]
         for row in result.layers
     ]  # fmt: skip
-    head = ["layer", "scheme", "increase", "standard error", "predicted"]
+    unit = f" ({result.damage['unit']})" if result.damage else ""
+    head = ["layer", "scheme", f"increase{unit}", "standard error", "predicted (noise / energy)"]
     if result.damage is None:
         note = "<p>Predicted and not measured: the model was read layer by layer.</p>"
         return note + sortable(head, body)
@@ -261,7 +262,9 @@ def _paste(result: Diagnosis) -> str:
         "<p class=quiet>The whole model quantised in several ways, on the tokens of the layers. "
         "The line to try first stands first.</p>"
     )
-    parts = [note, sortable(["whole model", "increase", "standard error", "scope"], body)]
+    unit = f" ({result.damage['unit']})" if result.damage else ""
+    head = ["whole model", f"increase{unit}", "standard error", "scope"]
+    parts = [note, sortable(head, body)]
     python = [f"{row['code']}  # {_said(row)}" for row in rows]
     parts.append(_code(["from skipless.quant import quantize", "", *python]))
     if result.command is not None:
@@ -270,7 +273,7 @@ def _paste(result: Diagnosis) -> str:
 
 
 def _said(row: dict[str, Any]) -> str:
-    return f"{row['what']}: {row['increase']:+.4f}"
+    return f"{row['what']}: {show(row['increase'], '+.4f')}"
 
 
 def _code(lines: Sequence[str]) -> str:

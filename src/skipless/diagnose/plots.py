@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipless.diagnose.result import Diagnosis
-from skipless.report.canvas import (
-    Pen,
-    Series,
-    log_scale,
-    log_scale_if_wide,
-    render,
-    series_rows,
-    signed_log_scale,
-)
+from skipless.report.canvas import Pen, Series, render, series_rows
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE
 from skipless.report.plots import Figure
+from skipless.report.scales import log_scale, log_scale_if_wide, signed_log_scale
 from skipless.report.tables import Comparison
 
 KINDS = {
@@ -26,8 +19,6 @@ KINDS = {
     "norm_output": "output of a norm",
     "linear_input": "input of a linear layer",
 }
-
-
 SERIES = (
     Series("stream", RESIDUAL, "KL-Shampoo"),
     Series("output of a sublayer", RESIDUAL, "Muon"),
@@ -44,68 +35,83 @@ def series() -> Comparison:
     return series_rows(SERIES)
 
 
+class _Wanted(NamedTuple):
+    """A figure before it is drawn."""
+
+    name: str
+    title: str
+    caption: str
+    on: Callable[[Pen, Any], None]
+    panels: int
+
+
 def draw(result: Diagnosis) -> tuple[list[Figure], list[str]]:
     """(figures, titles of those that have no numbers)."""
+    found, without = [], []
+    for wanted in _wanted(result):
+        both = render(
+            series(), wanted.on, wanted.panels, name=f"diagnosis-{wanted.name}",
+            title=wanted.title, subject=result.model,
+        )  # fmt: skip
+        if both is None:
+            without.append(wanted.title)
+            continue
+        found.append(Figure(name=wanted.name, title=wanted.title, caption=wanted.caption,
+                            svg=both[0], png=both[1]))  # fmt: skip
+    return found, without
+
+
+def _wanted(result: Diagnosis) -> list[_Wanted]:
     scheme = result.schemes[0]
-    unit = result.damage["unit"] if result.damage else ""
-    wanted: list[tuple[str, str, str, Callable[[Pen, Any], None], int]] = [
-        (
-            "rounding",
-            f"What rounding to {scheme} leaves, by depth",
+    found = [
+        _Wanted(
+            "rounding", f"What rounding to {scheme} leaves, by depth",
             "The lowest ratio of each kind of tensor in a layer. Left, every token counts alike; "
             "right, all values pooled: where the two differ, a few huge tokens hide what happens "
-            "to the others. Dotted: a tensor of Gaussian values.",
-            lambda pen, axes: _rounding(pen, axes, result, scheme),
-            2,
+            "to the others. Dotted: a tensor of Gaussian values. Without skips the stream is the "
+            "sublayer's output, and their lines are one.",
+            lambda pen, axes: _rounding(pen, axes, result, scheme), 2,
         ),
-        (
-            "tails",
-            "How heavy the tails are, by depth",
+        _Wanted(
+            "tails", "How heavy the tails are, by depth",
             "The largest of each kind in a layer: excess kurtosis over all tokens and channels "
             "(0: Gaussian), and the largest value over the standard deviation.",
-            lambda pen, axes: _tails(pen, axes, result),
-            2,
+            lambda pen, axes: _tails(pen, axes, result), 2,
         ),
-        (
-            "layers",
-            f"What each layer costs at {scheme}",
-            "Left: one layer quantised alone. Right: the relative error R of the stream with all "
-            "layers quantised; it includes what the layers before have done.",
-            lambda pen, axes: _layers(pen, axes, result, scheme, unit),
-            2,
+        _Wanted(
+            "layers", f"What each layer costs at {scheme}",
+            f"Left: one layer quantised alone{_errors(result)}. Right: the relative error R of the "
+            "stream with all layers quantised; it includes what the layers before have done.",
+            lambda pen, axes: _layers(pen, axes, result, scheme), 2,
         ),
-        (
-            "prediction",
-            f"Predicted against measured, by layer, at {scheme}",
-            f"A point a layer. Predicted: {_predicted(result)}, every token counting alike.",
-            lambda pen, axes: _prediction(pen, axes, result, scheme, unit),
-            1,
+        _Wanted(
+            "prediction", f"Predicted against measured, by layer, at {scheme}",
+            f"A point a layer, with its number. Predicted: {_predicted(result)}, every token "
+            "counting alike.",
+            lambda pen, axes: _prediction(pen, axes, result, scheme), 1,
         ),
-        (
-            "attention",
-            "Attention, by depth",
-            "Mean over heads and rows of the first sequences.",
-            lambda pen, axes: _attention(pen, axes, result),
-            2,
+        _Wanted(
+            "attention", "Attention, by depth", "Mean over heads and rows of the first sequences.",
+            lambda pen, axes: _attention(pen, axes, result), 2,
         ),
-    ]
+    ]  # fmt: skip
     if result.gradients is not None:
-        wanted.append((
-            "gradients",
-            f"Gradients of the {result.gradients['of']}, by depth",
+        found.append(_Wanted(
+            "gradients", f"Gradients of the {result.gradients['of']}, by depth",
             "Left: length of the gradient with respect to the values at a place, the largest of "
             "each kind in a layer. Right: its excess kurtosis (0: Gaussian).",
-            lambda pen, axes: _gradients(pen, axes, result),
-            2,
+            lambda pen, axes: _gradients(pen, axes, result), 2,
         ))  # fmt: skip
-    found, without = [], []
-    for name, title, caption, on, panels in wanted:
-        both = render(series(), on, panels, name=f"diagnosis-{name}", title=title)
-        if both is None:
-            without.append(title)
-        else:
-            found.append(Figure(name=name, title=title, caption=caption, svg=both[0], png=both[1]))
-    return found, without
+    return found
+
+
+def _errors(result: Diagnosis) -> str:
+    """What the caption says of the bars: how sure an increase of the loss is."""
+    if not result.damage or result.damage["kind"] != "loss":
+        return ""
+    if any(row["standard_error"] is not None for row in result.layers):
+        return "; bars are two standard errors over sequences"
+    return ", on one sequence, so that nothing tells how sure it is"
 
 
 def _predicted(result: Diagnosis) -> str:
@@ -165,11 +171,17 @@ def _tails(pen: Pen, axes: Any, result: Diagnosis) -> None:
         log_scale_if_wide(right)
 
 
-def _layers(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> None:
+def _layers(pen: Pen, axes: Any, result: Diagnosis, scheme: str) -> None:
     left, right = axes
-    rows = [row for row in result.layers if row["scheme"] == scheme]
+    rows = [r for r in result.layers if r["scheme"] == scheme and r["increase"] is not None]
     _line(pen, left, "measured", {row["layer"]: row["increase"] for row in rows})
-    left.set(title="one layer alone", xlabel="layer", ylabel=_axis(unit))
+    for row in rows:
+        if row["standard_error"] is not None:
+            ends = (row["increase"] + sign * 2 * row["standard_error"] for sign in (-1, 1))
+            left.vlines(row["layer"], *ends, color=pen.color(pen.looks["measured"]), linewidth=1)
+    if left in pen.panels:
+        left.axhline(0, color=pen.colours["--quiet"], linewidth=0.8)
+    left.set(title="one layer alone", xlabel="layer", ylabel=_axis(result))
     points = {float(place): row["r"] for place, row in enumerate(result.depth)}
     _line(pen, right, "stream", points)
     right.set(title="all layers: error of the stream", xlabel="place in order of computation",
@@ -178,7 +190,7 @@ def _layers(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> N
         right.set_ylim(bottom=0)
 
 
-def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) -> None:
+def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str) -> None:
     (panel,) = axes
     rows = [
         r for r in result.layers
@@ -186,11 +198,9 @@ def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) 
     ]  # fmt: skip
     if not rows:
         return
-    row = next(row for row in pen.comparison.rows if row.label == "measured")
-    look = pen.looks[row.label]
-    pen.drawn[row.label] = look
     pen.panels.add(panel)
     xs, ys = [r["predicted"] for r in rows], [r["increase"] for r in rows]
+    look = pen.looks["measured"]
     panel.plot(xs, ys, color=pen.color(look), linestyle="none", marker="o", markersize=5)
     for r in rows:
         panel.annotate(
@@ -199,7 +209,7 @@ def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str, unit: str) 
         )  # fmt: skip
     correlation = (result.damage or {}).get("correlation", {}).get(scheme)
     title = "" if correlation is None else f"rank correlation {correlation:.2f}"
-    panel.set(title=title, xlabel="predicted (noise over energy)", ylabel=_axis(unit))
+    panel.set(title=title, xlabel="predicted (noise over energy)", ylabel=_axis(result))
     if min(xs) > 0 and max(xs) > 20 * min(xs):
         panel.set_xscale("log")
     if min(ys) > 0 and max(ys) > 20 * min(ys):
@@ -232,5 +242,6 @@ def _gradients(pen: Pen, axes: Any, result: Diagnosis) -> None:
         signed_log_scale(right, linear=1.0)
 
 
-def _axis(unit: str) -> str:
+def _axis(result: Diagnosis) -> str:
+    unit = result.damage["unit"] if result.damage else ""
     return "loss increase (nats a token)" if unit.startswith("nats") else unit

@@ -89,19 +89,16 @@ def try_remedies(
     add("clip:mse", fake_quantize(x, bits, clip=_best_clip(x, weights, bits, largest)))
     add("token", absmax(x, "token"))
 
-    number = max(1, math.ceil(COLUMN_SHARE * x.shape[1]))
-    if number < x.shape[1]:
-        columns = x.abs().amax(0).topk(number).indices
+    columns = _largest_columns(x)
+    if columns is not None:
         q = x.clone()
         q[:, columns] = 0
         q = absmax(q)
         q[:, columns] = x[:, columns]
-        output = []
-        for matrix, low in zip(matrices, rounded, strict=True):
-            low = low.clone()
-            low[:, columns] = matrix[:, columns]
-            output.append(q @ low.T)
-        add("columns", q, output)
+        add("columns", q, [
+            q @ low.index_copy(1, columns, matrix[:, columns]).T
+            for matrix, low in zip(matrices, rounded, strict=True)
+        ])  # fmt: skip
     if matrices:
         s = _smoothing(x, matrices)
         q = absmax(x / s)
@@ -113,6 +110,12 @@ def try_remedies(
             q = absmax(x @ turn, granularity)
             add(name, q @ turn.T, [q @ matrix.T for matrix in turned])
     return rows
+
+
+def _largest_columns(x: Tensor) -> Tensor | None:
+    """The COLUMN_SHARE of the channels with the largest values; None where that is all of them."""
+    number = max(1, math.ceil(COLUMN_SHARE * x.shape[1]))
+    return x.abs().amax(0).topk(number).indices if number < x.shape[1] else None
 
 
 def choose_remedy(rows: Sequence[dict[str, Any]], ideal: float) -> dict[str, Any] | None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skipless.report.cells import show
+
 ROUNDED = {
     "linear": ("linear_input",),
     "block": ("linear_input", "sublayer_output", "stream"),
@@ -91,7 +93,7 @@ class Diagnosis:
         if not self.alternatives:
             return None
         asked = self.alternatives[0]
-        if asked["increase"] <= 2 * (asked["standard_error"] or 0.0):
+        if _is_noise(asked):
             return asked
         enough = [r for r in self.alternatives[1:] if r["increase"] <= 0.1 * asked["increase"]]
         return enough[0] if enough else min(self.alternatives, key=lambda row: row["increase"])
@@ -145,11 +147,17 @@ class Diagnosis:
         if not rows:
             return []
         if self.damage is None:
-            worst = sorted(rows, key=lambda row: -row["predicted"])[:3]
+            known = [row for row in rows if row["predicted"] is not None]
+            worst = sorted(known, key=lambda row: -row["predicted"])[:3]
             listed = ", ".join(f"{row['layer']} ({row['predicted']:.4f})" for row in worst)
             return [f"noise over energy that blocks alone add at {scheme}: most in {listed}"]
         worst = sorted(rows, key=lambda row: -row["increase"])[:3]
-        listed = ", ".join(f"{row['layer']} ({row['increase']:+.4f})" for row in worst)
+        listed = ", ".join(f"{row['layer']} ({show(row['increase'], '+.4f')})" for row in worst)
+        if all(_is_noise(row) for row in rows):
+            return [
+                f"layers alone at {scheme}: none costs more than two standard errors; most, in "
+                f"{self.damage['unit']}: {listed}"
+            ]
         correlation = self.damage["correlation"].get(scheme)
         agree = (
             "too few layers for a rank correlation with the prediction" if correlation is None
@@ -160,11 +168,12 @@ class Diagnosis:
         ]  # fmt: skip
 
     def _depth_line(self) -> list[str]:
-        if not self.depth:
+        rows = [row for row in self.depth if row["r"] is not None]  # None: of a stream of zeros
+        if not rows:
             return []
-        r = [row["r"] for row in self.depth]
+        r = [row["r"] for row in rows]
         steps = [b - a for a, b in zip([0.0, *r], r, strict=False)]
-        at = self.depth[steps.index(max(steps))]
+        at = rows[steps.index(max(steps))]
         return [
             f"error of the stream at {self.schemes[0]}: R = {r[-1]:.3f} after the last block; it "
             f"grows most at {at['site']} ({max(steps):+.3f})"
@@ -215,7 +224,8 @@ class Diagnosis:
             return []
         asked = self.alternatives[0]
         start = (
-            f"whole model at {asked['scheme']}, scope {asked['scope']}: {asked['increase']:+.4f}"
+            f"whole model at {asked['scheme']}, scope {asked['scope']}: "
+            f"{show(asked['increase'], '+.4f')}"
         )
         if row is asked:
             error = asked["standard_error"]
@@ -226,7 +236,12 @@ class Diagnosis:
             else:
                 why = f"within two standard errors ({error:.4f} each) of no damage"
             return [f"{start}, {why}: {row['code']}"]
-        return [f"{start}; {row['what']}: {row['increase']:+.4f}: {row['code']}"]
+        return [f"{start}; {row['what']}: {show(row['increase'], '+.4f')}: {row['code']}"]
+
+
+def _is_noise(row: dict[str, Any]) -> bool:
+    """Whether an increase is no more than two standard errors above none."""
+    return row["increase"] <= 2 * (row["standard_error"] or 0.0)
 
 
 def describe_outliers(row: dict[str, Any]) -> str:

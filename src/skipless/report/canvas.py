@@ -118,15 +118,18 @@ def render(
     *,
     name: str,
     title: str,
+    subject: str = "",
     height: float = HEIGHT,
 ) -> tuple[str, bytes] | None:
     """(SVG text for a page, PNG bytes) of what `draw(pen, axes)` draws; None if it drew nothing.
 
-    `height` in inches, without the legend.
+    The page has title and `subject`, which model is shown, in its text; a PNG is passed on alone
+    and has both on top. `height` in inches, without title and legend.
     """
+    above = title if not subject else f"{title}: {_cut(subject, 60)}"
     light = {f"--{ink}": both[0] for ink, both in INK.items()}
     light |= {look.variable: look.light for look in looks(comparison.rows).values()}
-    png = _draw(comparison, draw, num_panels, light, "png", height)
+    png = _draw(comparison, draw, num_panels, light, "png", height, above)
     if png is None:
         return None
     colours = stand_ins(comparison.rows)
@@ -142,6 +145,7 @@ def _draw(
     colours: dict[str, str],
     form: str,
     height: float,
+    title: str = "",
 ) -> bytes | None:
     """Draw on a fresh canvas, without pyplot and its global state. None: nothing to show."""
     import matplotlib
@@ -182,6 +186,9 @@ def _draw(
             return None
         _tidy(canvas, [panel for panel in axes if panel in pen.panels], axes)
         _legend(canvas, pen, height)
+        if title:
+            canvas.set_size_inches(WIDTH, canvas.get_figheight() + 0.3)
+            canvas.suptitle(_plain_text(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         buffer = io.BytesIO()
         options = {"dpi": 160, "facecolor": "white"} if form == "png" else {"transparent": True}
         canvas.savefig(buffer, format=form, **options)
@@ -206,45 +213,13 @@ def _tidy(canvas: Any, used: list[Any], axes: Any) -> None:
             locator.set_params(integer=True)
 
 
-def log_scale(axes: Any) -> None:
-    """A logarithmic y axis with plain numbers: 1, 2, 5, 10; only powers of ten when it is long."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    subs = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
-    axes.yaxis.set_major_locator(LogLocator(subs=subs))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(_plain)
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def log_scale_if_wide(axes: Any) -> None:
-    """Logarithmic when positive values span more than a factor of 20; else linear from 0."""
-    values = [y for line in axes.lines for y in line.get_ydata() if math.isfinite(y)]
-    if values and min(values) > 0 and max(values) > 20 * min(values):
-        log_scale(axes)
-    elif values:
-        axes.set_ylim(bottom=min(0.0, *values))
-
-
-def signed_log_scale(axes: Any, *, linear: float) -> None:
-    """Logarithmic on both sides of a linear stretch of +-`linear`, with a line at 0; linear where
-    no value is ten times that, since the logarithmic part would have no number to read then."""
-    from matplotlib.ticker import SymmetricalLogLocator
-
-    values = [abs(y) for line in axes.lines for y in line.get_ydata() if math.isfinite(y)]
-    axes.axhline(0, color=axes.spines["left"].get_edgecolor(), linewidth=1)
-    if max(values, default=0.0) <= 10 * linear:
-        return
-    axes.set_yscale("symlog", linthresh=linear)
-    if max(values) < 1e3 * linear:
-        subs = (1.0, 2.0, 5.0)
-        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=linear, subs=subs))
-    axes.yaxis.set_major_formatter(_plain)
-
-
-def _plain(value: float, _: object) -> str:
-    return f"{value:,.10g}"
+def _plain_text(text: str) -> str:
+    """Without what matplotlib would read as mathematics."""
+    return text.replace("$", r"\$")
 
 
 def _legend(canvas: Any, pen: Pen, height: float) -> None:
@@ -264,9 +239,7 @@ def _legend(canvas: Any, pen: Pen, height: float) -> None:
         )
         for look in map(pen.drawn.__getitem__, order)
     ]
-    labels = [
-        (label if len(label) <= 44 else label[:43] + "…").replace("$", r"\$") for label in order
-    ]
+    labels = [_plain_text(_cut(label, 44)) for label in order]
     handles += pen.yardsticks.values()
     labels += pen.yardsticks
     if not labels:

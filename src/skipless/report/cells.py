@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from skipless.report.style import Look
-from skipless.report.tables import Comparison, Row
+from skipless.report.tables import Comparison, Pair, Row
 
 PRECISION_NOTE = (
     "<p class=quiet>Held-out loss in nats, below it the increase over full precision. Bold: the "
@@ -74,6 +74,15 @@ def _lowest(rows: Iterable[Row], of: Callable[[Row], float | None]) -> float | N
     return min(values) if len(values) > 1 else None
 
 
+def _doubt(pair: Pair) -> str:
+    """Why a gap is not to be built upon; empty where it may be."""
+    if pair.gap is None or pair.established:
+        return ""
+    if pair.row.learned_little or pair.reference.learned_little:
+        return "learned too little"
+    return "error not known" if pair.standard_error is None else "not established"
+
+
 def rows_table(comparison: Comparison, styles: dict[str, Look]) -> str:
     """The main table, a line a row, and the rows' notes under it."""
     gaps = {pair.row.label: pair for pair in comparison.pairs}
@@ -91,9 +100,7 @@ def rows_table(comparison: Comparison, styles: dict[str, Look]) -> str:
                 cell(loss, seeds, best=row.loss is not None and row.loss == best_loss),
                 cell(
                     show(pair.gap if pair else None, "+.1%"),
-                    ""
-                    if pair is None or pair.established or pair.gap is None
-                    else "not established",
+                    "" if pair is None else _doubt(pair),
                 ),
                 cell(
                     show(row.perplexity, ".1f"),

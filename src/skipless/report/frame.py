@@ -41,6 +41,8 @@ for (const table of document.querySelectorAll('table.sortable')) {
 }
 document.documentElement.dataset.ready = 'yes';
 """
+LONG = 40
+"""Characters from which on a cell of text is a sentence."""
 STYLE = """
 th button{font:inherit;color:inherit;background:none;border:0;padding:0;cursor:pointer;
  text-align:inherit}
@@ -49,6 +51,8 @@ th[aria-sort=ascending] button::after{content:" ↑"}
 th[aria-sort=descending] button::after{content:" ↓"}
 .tall{max-height:40rem;overflow:auto}
 .tall thead th{position:sticky;top:0;background:var(--page);z-index:1}
+.sortable td.text,.sortable th.text{text-align:left;min-width:0}
+.sortable td.text{white-space:nowrap}.sortable td.long{white-space:normal;min-width:24rem}
 .lines{padding-left:1.4rem;max-width:none}.lines li{margin:.35rem 0;overflow-wrap:anywhere}
 pre{white-space:pre-wrap;overflow-wrap:anywhere}
 """
@@ -87,22 +91,35 @@ def glossary(terms: Mapping[str, str]) -> str:
 
 
 def sortable(head: Sequence[str], body: Sequence[Sequence[tuple[Any, str]]]) -> str:
-    """A table whose columns sort: cells are (value to sort by, ready HTML); the first is a name."""
+    """A table whose columns sort: cells are (value to sort by, ready HTML); the first is a name.
+
+    Columns of text stand to the left, long ones in a width in which sentences can be read.
+    """
+    kinds = ["", *(_kind([row[place][0] for row in body]) for place in range(1, len(head)))]
     top = "".join(
-        f"<th scope=col><button type=button>{escape(text)}</button></th>" for text in head
+        f"<th scope=col{kind}><button type=button>{escape(text)}</button></th>"
+        for text, kind in zip(head, kinds, strict=True)
     )
     lines = []
     for row in body:
         cells = []
         for place, (value, html) in enumerate(row):
             key = "" if value is None else escape(str(value), quote=True)
-            kind = "th scope=row" if place == 0 else "td"
-            cells.append(f'<{kind} data-value="{key}">{html}</{kind[:2]}>')
+            tag = "th scope=row" if place == 0 else f"td{kinds[place]}"
+            cells.append(f'<{tag} data-value="{key}">{html}</{tag[:2]}>')
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return (
         f'<div class="scroll tall" tabindex="0"><table class="sortable">\n<thead><tr>{top}</tr>'
         "</thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody>\n</table></div>"
     )
+
+
+def _kind(values: Sequence[Any]) -> str:
+    """The class of a column's cells, as an attribute."""
+    texts = [value for value in values if isinstance(value, str)]
+    if not texts:
+        return ""
+    return ' class="text long"' if max(map(len, texts)) > LONG else " class=text"
 
 
 def number(value: float | None, form: str = ".2f") -> tuple[Any, str]:

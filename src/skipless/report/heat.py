@@ -24,13 +24,15 @@ def heat_figure(
     caption: str,
     unit: str,
     labels: tuple[str, str],
+    subject: str = "",
     centred: bool = False,
     low_is_red: bool = False,
 ) -> Figure | None:
     """Values [down][across] as a figure; None where none is finite.
 
-    `labels` are those of the axes (across, down), `unit` that of the bar. `centred`: differences,
-    in two colours that meet at 0 (`paint`). Cells without a number stay empty.
+    `labels` are those of the axes (across, down), `unit` that of the bar; `subject` as in `render`.
+    `centred`: differences, in two colours that meet at 0 (`paint`). Cells without a number stay
+    empty.
     """
     from skipless.probes.heatmap import height_of, paint
 
@@ -45,6 +47,6 @@ def heat_figure(
         panel.set(xlabel=labels[0], ylabel=labels[1])
 
     rows = Comparison(rows=(), pairs=(), caveats=())
-    both = render(rows, on, 1, name=name, title=title, height=height_of(len(down)))
+    both = render(rows, on, 1, name=name, title=title, subject=subject, height=height_of(len(down)))
     assert both is not None, "a panel was added"
     return Figure(name=name, title=title, caption=caption, svg=both[0], png=both[1])

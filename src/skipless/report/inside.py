@@ -1,6 +1,7 @@
 """What the probes say about the inside: attention by depth, gradients by layer, gains over time.
 
-Separate from `measures` because these read the rows of probes.jsonl other than its sites (S10, C7).
+Separate from `measures` because these read the rows of probes.jsonl other than its sites, and of
+metrics.jsonl where `probe.trace_every` wrote there (S10, C7).
 Read by plots.
 """
 
@@ -45,14 +46,10 @@ def gradients_by_depth(run: RunData, which: int) -> Curve:
     Keys are layer numbers or names that hold one ("layers.3"); others, such as the embedding, are
     left out.
     """
-    found = [
-        p["gradient_norms"]
-        for p in run.probes
-        if isinstance(p.get("gradient_norms"), dict) and p["gradient_norms"]
-    ]
+    found = _measured(run, "gradient_norms")
     if not found:
         return [], []
-    norms = found[which]
+    norms = found[which]["gradient_norms"]
     points = [
         (layer, v)
         for key in norms
@@ -62,13 +59,29 @@ def gradients_by_depth(run: RunData, which: int) -> Curve:
     return [float(x) for x, _ in points], [y for _, y in points]
 
 
+def _measured(run: RunData, key: str) -> list[dict[str, Any]]:
+    """The rows with a table called `key`: of probes.jsonl, else those that metrics.jsonl has of
+    traced steps."""
+    for log in (run.probes, run.metrics):
+        found = [row for row in log if isinstance(row.get(key), dict) and row[key]]
+        if found:
+            return found
+    return []
+
+
 def over_time(run: RunData, of: Callable[[dict[str, Any]], float | None]) -> Curve:
     """(tokens, one number of every line of probes.jsonl)."""
+    return _by_tokens(run, run.probes, of)
+
+
+def _by_tokens(
+    run: RunData, log: list[dict[str, Any]], of: Callable[[dict[str, Any]], float | None]
+) -> Curve:
     per_step = run.config.train.batch_size * run.config.train.sequence_length
     found = [
         (step * per_step, value)
-        for probe in run.probes
-        if isinstance(step := probe.get("step"), int) and (value := of(probe)) is not None
+        for row in log
+        if isinstance(step := row.get("step"), int) and (value := of(row)) is not None
     ]
     return [float(x) for x, _ in found], [y for _, y in found]
 
@@ -76,12 +89,10 @@ def over_time(run: RunData, of: Callable[[dict[str, Any]], float | None]) -> Cur
 def gains_over_time(run: RunData, gain: str) -> Curve:
     """(tokens, mean over all joins and channels) of the gain called `gain` ("a" or "b")."""
 
-    def value(probe: dict[str, Any]) -> float | None:
-        gains = probe.get("gains")
-        gains = gains if isinstance(gains, dict) else {}
-        return mean(_flat_mean(v) for k, v in gains.items() if k.split(".")[-1] == gain)
+    def value(row: dict[str, Any]) -> float | None:
+        return mean(_flat_mean(v) for k, v in row["gains"].items() if k.split(".")[-1] == gain)
 
-    return over_time(run, value)
+    return _by_tokens(run, _measured(run, "gains"), value)
 
 
 def layer_of(key: str) -> int | None:

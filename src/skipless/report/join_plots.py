@@ -11,12 +11,13 @@ import math
 from typing import Any
 
 from skipless.recipes.connections import GROUPS, KINDS
-from skipless.report import join_numbers, measures
-from skipless.report.canvas import Pen, log_scale, render
+from skipless.report import join_runs, measures
+from skipless.report.canvas import Pen, render
 from skipless.report.join_numbers import JoinRow, JoinTable
 from skipless.report.load import RunData
 from skipless.report.measures import Curve
 from skipless.report.plots import Figure, tokens_text
+from skipless.report.scales import log_scale
 from skipless.report.style import Look, looks
 from skipless.report.tables import Comparison, compare
 
@@ -117,13 +118,13 @@ def _loss_and_gradients(pen: Pen, axes: Any, rows: list) -> None:
         room = max(finite) - min(finite)
         loss.set_ylim(min(finite) - 0.06 * room, max(finite) + 0.06 * room)
     loss.set(title="loss (nats)", xlabel="training tokens")
-    _curves(pen, depth, rows, lambda run: _by_layer(join_numbers.median_norms(run)))
+    _curves(pen, depth, rows, lambda run: _by_layer(join_runs.median_norms(run)))
     _curves(
-        pen, depth, rows, lambda run: _by_layer(join_numbers.first_norms(run)),
+        pen, depth, rows, lambda run: _by_layer(join_runs.first_norms(run)),
         markers=False, alpha=0.45, width=0.9,
     )  # fmt: skip
     depth.set(title="gradient norm by layer", xlabel="layer")
-    _curves(pen, time, rows, join_numbers.ratio_over_time, markers=False, width=1.3)
+    _curves(pen, time, rows, join_runs.ratio_over_time, markers=False, width=1.3)
     time.set(title="first layer's norm / last layer's", xlabel="training tokens")
     for panel in (depth, time):
         if panel in pen.panels:
@@ -140,11 +141,11 @@ def _late(run: RunData) -> list[float]:
 
 def _gains(pen: Pen, axes: Any, rows: list) -> None:
     branch, depth, stream = axes
-    _curves(pen, branch, rows, lambda run: join_numbers.gain_curve(run, "b"), markers=False)
+    _curves(pen, branch, rows, lambda run: join_runs.gain_curve(run, "b"), markers=False)
     branch.set(title="weight of the branch, mean |b|", xlabel="training tokens")
-    _curves(pen, depth, rows, lambda run: join_numbers.gain_by_depth(run, "b"))
+    _curves(pen, depth, rows, lambda run: join_runs.gain_by_depth(run, "b"))
     depth.set(title="b at every join, at the end", xlabel="layer")
-    _curves(pen, stream, rows, lambda run: join_numbers.gain_curve(run, "a"), markers=False)
+    _curves(pen, stream, rows, lambda run: join_runs.gain_curve(run, "a"), markers=False)
     stream.set(title="weight of the stream, mean |a|", xlabel="training tokens")
     for panel in (branch, stream):
         panel.xaxis.set_major_formatter(lambda value, _: tokens_text(value))

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skipless.report import measures
-from skipless.report.canvas import (
-    Pen,
-    log_scale,
-    log_scale_if_wide,
-    render,
-    signed_log_scale,
-)
+from skipless.report.canvas import Pen, render
 from skipless.report.inside import (
     attention_by_depth,
     gains_over_time,
@@ -27,6 +21,7 @@ from skipless.report.inside import (
 )
 from skipless.report.load import RunData
 from skipless.report.measures import Curve
+from skipless.report.scales import log_scale, log_scale_if_wide, signed_log_scale
 from skipless.report.tables import Comparison
 from skipless.report.zero_shot import draw_tasks
 

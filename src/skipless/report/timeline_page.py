@@ -1,9 +1,9 @@
 """The page and files of a timeline: heat maps site by step, and which site moved most, when.
 
-    NAME.json         every number
     NAME-values.csv   a line a quantity, site and step; NAME-moves.csv a line a quantity and site
     NAME-KEY.png      a heat map a quantity
-    NAME.html         one page that needs no other file, written last
+    NAME.html         one page that needs no other file
+    NAME.json         every number (over-time.json beside index.html), written last
 
 Read by the command line and `skipless.diagnose`.
 """
@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from skipless.files import to_strict_json, write_atomic
-from skipless.report.canvas import Pen, Series, log_scale_if_wide, render, series_rows
+from skipless.report.canvas import Pen, Series, render, series_rows
 from skipless.report.csv_text import csv_text
 from skipless.report.frame import document, glossary, listed, number, sortable, word
 from skipless.report.heat import heat_figure
 from skipless.report.html import figure_html, section
 from skipless.report.load import RESIDUAL, RESIDUAL_FREE
 from skipless.report.plots import Figure
+from skipless.report.scales import log_scale
 from skipless.report.timeline import Timeline, label, quantity, read_timeline, where
 
 SERIES = (
@@ -73,9 +74,10 @@ def write_timeline(timeline: Timeline, page: Path) -> Path:
         write_atomic(page.with_name(f"{start}{figure.name}.png"), figure.png)
     write_atomic(page.with_name(f"{start}values.csv"), csv_text(values(timeline)))
     write_atomic(page.with_name(f"{start}moves.csv"), csv_text(timeline.moves))
+    path = write_atomic(page, page_text(timeline, figures))
     numbers = page.with_name("over-time.json") if not start else page.with_suffix(".json")
     write_atomic(numbers, to_strict_json(timeline.to_dict(), indent=1) + "\n")
-    return write_atomic(page, page_text(timeline, figures))
+    return path
 
 
 def values(timeline: Timeline) -> list[dict[str, Any]]:
@@ -100,6 +102,7 @@ def draw(timeline: Timeline) -> list[Figure]:
                 title=f"{label(key)[0].upper()}{label(key)[1:]}",
                 caption="A row a site, a column a measured step; empty where nothing was measured.",
                 unit=label(key), labels=("optimiser step", "site, input at the top"),
+                subject=timeline.name,
             )
         )  # fmt: skip
     return [figure for figure in found if figure is not None]
@@ -116,13 +119,14 @@ def _losses(timeline: Timeline) -> Figure | None:
                 pen.line(panel, row, [float(x) for x, _ in points], [y for _, y in points],
                          markers=len(points) < 40)  # fmt: skip
         panel.set(xlabel="optimiser step", ylabel="loss (as logged)")
-        if panel in pen.panels:
-            log_scale_if_wide(panel)
+        ys = [y for line in panel.lines for y in line.get_ydata() if math.isfinite(y)]
+        if panel in pen.panels and min(ys) > 0 and max(ys) > 20 * min(ys):
+            log_scale(panel)
 
-    both = render(rows, on, 1, name="loss", title="Loss")
+    both = render(rows, on, 1, name="loss", title="Loss", subject=timeline.name)
     if both is None:
         return None
-    caption = "As the log has it, to see what happened when the inside changed."
+    caption = "As the log has it, to see what happened when the inside changed; not from 0."
     return Figure(name="loss", title="Loss", caption=caption, svg=both[0], png=both[1])
 
 

@@ -115,7 +115,7 @@ class Difference:
         assert key is not None, "the group was made by it"
         ratio, kurtosis = row[key], row["kurtosis"]
         layers = {r["layer"] for r in group if r["layer"] is not None} - {row["layer"]}
-        also = f" (and {len(layers)} more layers)" if layers else ""
+        also = f" (and {len(layers)} more layer{'s' * (len(layers) > 1)})" if layers else ""
         text = (
             f"{how}: {row['site']}{also}: {ratio['b']:.1f} dB in B at {key.split(' ')[1]}, "
             f"{ratio['a']:.1f} in A ({ratio['change']:+.1f}); kurtosis {_short(kurtosis['b'])}, "

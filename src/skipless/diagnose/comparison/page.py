@@ -91,7 +91,7 @@ def draw(result: Difference) -> tuple[list[Figure], list[str]]:
         wanted.append((title, _map(result, "rounding", title, "B minus A (dB)", lambda row: (
             row[key]["change"]))))  # fmt: skip
     title = "Change of the tails"
-    wanted.append((title, _map(result, "tails", title, "log10 of (1 + |kurtosis|), B minus A",
+    wanted.append((title, _map(result, "tails", title, "sign × log10(1 + |kurtosis|), B minus A",
                                lambda row: _tails(row["kurtosis"]))))  # fmt: skip
     title = "Where the streams part"
     wanted.append((title, _depth(result, title)))
@@ -127,8 +127,12 @@ def _map(
         low_is_red=name == "rounding",
         caption="A row a place, a column a layer (–: belongs to none); red is worse in B, empty is "
         "not measured.",
-        labels=("layer", "place"),
+        labels=("layer", "place"), subject=_subject(result),
     )  # fmt: skip
+
+
+def _subject(result: Difference) -> str:
+    return f"A {Path(result.a).name}, B {Path(result.b).name}"
 
 
 def _depth(result: Difference, title: str) -> Figure | None:
@@ -142,7 +146,7 @@ def _depth(result: Difference, title: str) -> Figure | None:
             panel.set_ylim(bottom=0)
         panel.set(xlabel="place in order of computation", ylabel="|x_B - x_A| / |x_A|")
 
-    both = render(rows, on, 1, name="depth", title=title)
+    both = render(rows, on, 1, name="depth", title=title, subject=_subject(result))
     if both is None:
         return None
     caption = "On the first sequences, after every block (or sublayer, or linear layer)."
