@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from skipless.errors import UserError, suggestion
+from skipless.pretrained.beside import refuse_adapter
 from skipless.pretrained.catalog import MODELS
 from skipless.pretrained.fetching import fetch_model
 from skipless.rundir import CHECKPOINTS
@@ -42,6 +43,7 @@ def check_named(name: str, *, holds_model: bool = False) -> None:
             f"{name} cannot be loaded: it holds ONNX files, which "
             "`skipless.export.open_session` reads; name the model they were made from"
         )
+    refuse_adapter(folder)
     raise UserError(
         f"{name} cannot be loaded: it holds no config.json; name a run directory, or the "
         "folder of a Hugging Face model"
