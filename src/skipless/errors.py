@@ -30,3 +30,8 @@ def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
     if value not in choices:
         raise UserError(f"{what} is {value!r}; {suggestion(str(value), choices, noun='value')}")
     return value
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception of another library says, in one line; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

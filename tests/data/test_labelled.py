@@ -14,14 +14,15 @@ LENGTH = 8
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Two sources whose documents use their own letters; source b is three times as long."""
+    """Two sources whose documents use their own letters; source b is three times as long. Names
+    hold U+2028, a separator of lines for Python and none in JSON."""
     root = tmp_path_factory.mktemp("two")
     for name, letters, count in (("a", "abcd", 6), ("b", "wxyz", 18)):
         folder = root / name
         folder.mkdir()
         for number in range(count):
             text = "".join(letters[(i * (number + 2) + number) % 4] for i in range(300))
-            (folder / f"{number}.txt").write_text(text)
+            (folder / f"a\u2028{number}.txt").write_text(text)
     config = DataConfig(sources=(str(root / "a"), str(root / "b")), held_out_fraction=0.2)
     return prepare(config, 260, cache_dir=root / "cache"), config
 
@@ -124,8 +125,8 @@ def test_separators_and_documents_that_do_not_agree(data, tmp_path):
 
     broken = tmp_path / "prepared" / "copy"
     shutil.copytree(data[0].directory, broken)
-    lines = (broken / "documents.jsonl").read_text().splitlines()
-    (broken / "documents.jsonl").write_text("\n".join(lines[1:]))
+    _, _, rest = (broken / "documents.jsonl").read_bytes().partition(b"\n")
+    (broken / "documents.jsonl").write_bytes(rest)
     with pytest.raises(UserError, match="separators and documents.jsonl names"):
         for split in ("train", "held_out"):
             Passages(PreparedData.open(broken), split, LENGTH)

@@ -37,6 +37,25 @@ def test_docstrings_carry_a_tag_and_a_drawing(kind):
     assert text.startswith("C") and "norm ─ f" in text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_to_bfloat16_trains_what_float32_does(kind):
+    model = build(kind, **({"init": 0.5} if kind in ("rezero", "layerscale") else {}))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.mul_(5)
+    model.set_training_progress(0.25)  # between the ends of annealing
+    found = []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+        found.append((loss.detach(), torch.stack(norms).norm()))
+    torch.testing.assert_close(found[1], found[0], rtol=0.1, atol=0.02)
+
+
 def test_kinds_per_layer_and_sublayer():
     none, rezero = ConnectionConfig(kind="none"), ConnectionConfig(kind="rezero")
     rules = (

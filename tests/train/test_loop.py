@@ -211,19 +211,22 @@ def test_compiled_blocks_train_the_same(tiny, data, tmp_path):
     assert [len(r["sites"]) for r in probes[0]] == [len(r["sites"]) for r in probes[1]]
 
 
-def test_a_failing_compiler_is_said_and_training_goes_on(tiny, data, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("said", ["no C++ compiler on this machine", ""])
+def test_a_failing_compiler_is_said_and_training_goes_on(
+    tiny, data, tmp_path, monkeypatch, capfd, said
+):
     from skipless.model import Block
 
     def refuse(self):
         def call(*args, **kwargs):
-            raise RuntimeError("no C++ compiler on this machine")
+            raise RuntimeError(said)
 
         self._compiled_call_impl = call
 
     monkeypatch.setattr(Block, "compile", refuse)
     train(tiny, tmp_path / "eager", data=data)
     train(tiny.replace(train={"compile": True}), tmp_path / "run", data=data)
-    assert "no C++ compiler on this machine" in " ".join(capfd.readouterr().err.split())
+    assert f"({said or 'RuntimeError'})" in " ".join(capfd.readouterr().err.split())
     assert losses(tmp_path / "run") == losses(tmp_path / "eager")
 
 

@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 from skipless import log
 from skipless.data.documents import clean
 from skipless.data.fetching import Fetched, UnreachableError, open_cached
-from skipless.errors import UserError, suggestion
+from skipless.errors import UserError, first_line, suggestion
 from skipless.files import atomic_path
 from skipless.locking import locked, remove_leftovers
 
@@ -76,9 +76,9 @@ def _stream(name: str, config: str, split: str, limit: int, text_key: str, folde
         rows = iter(datasets.load_dataset(name, config or None, split=split, streaming=True))
         first = next(rows, None)
     except Exception as error:  # the hub client raises many kinds
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnreachableError(f"hf:{name} cannot be streamed ({reason[0][:200]}); check name, "
-                               "split and network") from None  # fmt: skip
+        raise UnreachableError(
+            f"hf:{name} cannot be streamed ({first_line(error)[:200]}); check name, split and network"
+        ) from None
     with (
         open(folder / "documents.jsonl", "wb") as file,
         log.progress(f"streaming {name}", limit, unit="characters") as advance,

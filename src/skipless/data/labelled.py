@@ -156,7 +156,8 @@ def _documents(data: PreparedData, split: Split, shard: Shard) -> list[tuple[str
             "data.tokenizer bpe for classification"
         )
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        with open(path, encoding="utf-8") as lines:  # splitlines would cut at U+2028 in a name
+            rows = [json.loads(line) for line in lines]
         sources = [str(source) for source, _, where, _ in rows if where == split]
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} cannot be read ({error}); {rebuild(data.directory)}") from None

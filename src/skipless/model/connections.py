@@ -338,8 +338,9 @@ class Sphere(Connection):
         nn.init.constant_(self.alpha, 0.05 if self.config.init is None else self.config.init)
 
     def forward(self, stream, branch, context):
-        x, f = _direction(stream), _direction(branch)
-        return _direction(torch.lerp(x, f, self.alpha.to(x.dtype)))
+        dtype = torch.promote_types(stream.dtype, branch.dtype)  # autocast gives two
+        x, f = _direction(stream.to(dtype)), _direction(branch.to(dtype))
+        return _direction(torch.lerp(x, f, self.alpha.to(dtype)))
 
     def gains(self):
         return {"b": self.alpha.detach()}

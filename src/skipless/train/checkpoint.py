@@ -27,7 +27,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from skipless.errors import UserError
+from skipless.errors import UserError, first_line
 from skipless.files import remove, write_atomic
 from skipless.log import say
 from skipless.train.distributed import World
@@ -233,7 +233,7 @@ def _translated(error: BaseException, final: Path) -> BaseException:
         seen: BaseException | None = cause
         while seen is not None and not getattr(seen, "strerror", None):
             seen = seen.__cause__ or seen.__context__  # torch's writer fails once more on closing
-        reason = getattr(seen, "strerror", None) or str(cause).splitlines()[0]
+        reason = getattr(seen, "strerror", None) or first_line(cause)
         return UserError(
             f"cannot write checkpoint {final}: {reason}; earlier checkpoints are untouched, so "
             "free space and run the same command again to resume"

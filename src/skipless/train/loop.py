@@ -22,6 +22,7 @@ import torch
 
 from skipless.config import RunConfig
 from skipless.data import PreparedData, open_batches, open_loader
+from skipless.errors import first_line
 from skipless.log import say
 from skipless.model import Transformer, initialize
 from skipless.optim import build_optimizer, schedule
@@ -125,7 +126,7 @@ class Loop:
         except Exception as error:  # dynamo, inductor and missing compilers raise their own kinds
             drop_compiled(self.model)
             if self.world.is_main:
-                reason = str(error).strip().splitlines()[0]
+                reason = first_line(error)
                 say(f"train.compile: torch.compile failed, training uncompiled ({reason})")
         self.model.zero_grad(set_to_none=True)
 
