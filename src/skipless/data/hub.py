@@ -77,7 +77,8 @@ def _stream(name: str, config: str, split: str, limit: int, text_key: str, folde
         first = next(rows, None)
     except Exception as error:  # the hub client raises many kinds
         raise UnreachableError(
-            f"hf:{name} cannot be streamed ({first_line(error)[:200]}); check name, split and network"
+            f"hf:{name} cannot be streamed ({first_line(error)[:200]}); check name, split and "
+            "network"
         ) from None
     with (
         open(folder / "documents.jsonl", "wb") as file,
