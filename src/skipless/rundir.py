@@ -174,6 +174,14 @@ class RunDir:
         """The settings of this run. Raises UserError for what is none, a Hugging Face model say."""
         text, where = read_text(self / CONFIG), str(self / CONFIG)
         settings = parse_json(text, where=where)
+        if isinstance(settings, dict) and "quantization_config" in settings:
+            about = settings["quantization_config"]
+            packed = isinstance(about, dict) and about.get("quant_method") == "skipless"
+            raise UserError(
+                f"{self.path} is a quantised model and no run; "
+                + (f"measure it by `skipless eval {self.path} --text FILE`, or " if packed else "")
+                + "name the run that it was made from"
+            )
         if isinstance(settings, dict) and "model_type" in settings:
             raise UserError(
                 f"{self.path} is a Hugging Face model and no run; `skipless diagnose {self.path}` "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -187,7 +188,14 @@ def test_commands_on_plain_weights_refuse_a_packed_folder(tmp_path, make_transfo
         ):
             assert main(words) == 2, words
             error = capsys.readouterr().err
-            assert "skipless.export.load_quantized" in error, (words, error)
+            assert "holds packed integers (W4A8) that `skipless export` wrote" in error
+            assert f"`skipless eval {folder} --text FILE` measures its loss" in error, (
+                words,
+                error,
+            )
+        for words in (["eval", folder], ["probe", folder], ["quantize", folder, "--text", "."]):
+            assert main(words) == 2, words
+            assert f"skipless eval {folder} --text FILE" in capsys.readouterr().err
     restore(llama)
     quantize(llama, "W8A8-w:channel-a:token")
     other = str(save_quantized(llama, tmp_path / "c", layout="compressed-tensors"))
@@ -197,3 +205,29 @@ def test_commands_on_plain_weights_refuse_a_packed_folder(tmp_path, make_transfo
     ):
         assert main(words) == 2, words
         assert "quantised already (compressed-tensors)" in capsys.readouterr().err
+    assert main(["eval", other]) == 2
+    assert "a quantised model and no run; name the run" in capsys.readouterr().err
+
+
+def test_a_packed_folder_is_measured_on_a_text(tiny_run, tmp_path, capsys):
+    """The same loss, to the digit, as of the quantised run in Python."""
+    from skipless.cli import main
+    from skipless.evaluate import loss
+    from skipless.train import load_run
+
+    text, folder = tmp_path / "text.txt", str(tmp_path / "packed")
+    text.write_text("the cat sat on the mat and looked at the rain. " * 40)
+    assert main(["export", str(tiny_run), "--scheme", "W3A4", "--out", folder]) == 0
+    capsys.readouterr()
+    assert main(["eval", folder, "--text", str(text), "--num-tokens", "128", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = load_run(tiny_run)
+    length = run.config.model.max_position_embeddings
+    ids = run.tokenizer.encode(text.read_text())[: 128 // length * length]
+    batches = list(torch.tensor(ids).view(-1, length).split(4))
+    full = loss(run.model, batches).nats
+    expected = loss(quantize(run.model, "W3A4"), batches)
+    assert found["held_out_loss"] == pytest.approx(expected.nats, abs=1e-9)
+    assert found["num_tokens"] == expected.num_tokens and abs(expected.nats - full) > 1e-4
+    assert main(["eval", str(tiny_run), "--text", str(text)]) == 2
+    assert "is a run and has its held-out text; leave out --text" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""`skipless quantize` on a model that is no run: on text, images or sound that is named."""
+"""`skipless quantize` on a model that is no run: on text, images or sound that is named; and the
+loss of such a model on a text, packed ones included, for `skipless eval`."""
 
 from __future__ import annotations
 
@@ -36,6 +37,10 @@ def refuse_beside_run(run: str, material: Material) -> None:
 
 def read_halves(name: str, material: Material) -> tuple[Any, Sequence[Any], Sequence[Any]]:
     """(the model called `name`, batches to calibrate on, other ones to measure on)."""
+    if Path(name).is_dir():
+        from skipless.pretrained.quantised import refuse_packed
+
+        refuse_packed(Path(name))
     if material.flag is None:
         raise UserError(
             f"{name} is no run, which has its held-out text; give --text FILE, --data NAME "
@@ -90,6 +95,32 @@ def quantize_model(
         include_convolutions=include_convolutions,
         on_row=lambda row: None if json else say(f"{row['scheme']} {row['scope']} {row['method']}"),
     )  # fmt: skip
+
+
+def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
+    """Loss of the model called `name` on a file or folder of text, as eval.json has it.
+
+    A folder that `skipless export` packed is measured as it is. Raises UserError for a run, which
+    has its own text, and for a model that predicts no tokens.
+    """
+    from skipless.pretrained.quantised import is_packed
+
+    if is_run(name):
+        raise UserError(f"{name} is a run and has its held-out text; leave out --text")
+    if not Path(text).exists():
+        raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
+    from skipless.diagnose.loading import load_packed, load_subject
+    from skipless.diagnose.texts import read_batches
+    from skipless.evaluate import loss
+
+    subject = load_packed(name) if is_packed(Path(name)) else load_subject(name)
+    batches = read_batches(subject, text, None, num_tokens or 8192, None).batches
+    report = loss(subject.model, batches)
+    return {
+        "held_out_loss": report.nats, "perplexity": report.perplexity,
+        "bits_per_byte": report.bits_per_byte, "num_tokens": report.num_tokens,
+        "standard_error": report.standard_error,
+    }  # fmt: skip
 
 
 def material_of_suggestion(

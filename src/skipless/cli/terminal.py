@@ -46,9 +46,9 @@ def evaluation_line(result: dict[str, Any]) -> str:
     return (
         f"loss {result['held_out_loss']:.4f}"
         + (f" ± {error:.4f} nats, " if error is not None else " nats, ")
-        + f"perplexity {result['perplexity']:.2f}, "
-        + (f"{bits:.4f} bits per byte " if bits is not None else "")
-        + f"({result['num_tokens']} held-out tokens"
+        + f"perplexity {result['perplexity']:.2f}"
+        + (f", {bits:.4f} bits per byte" if bits is not None else "")
+        + f" ({result['num_tokens']} held-out tokens"
         + ("" if error is not None else " of one sequence, too few for a standard error")
         + ")"
     )

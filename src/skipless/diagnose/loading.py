@@ -53,7 +53,7 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
 
         run = load_run(path) if step is None else load_step(path.parent.parent, step)
         return Subject(
-            name=name, model=run.model, tokenizer=_Decoder(run.tokenizer), run=run,
+            name=name, model=run.model, tokenizer=Decoder(run.tokenizer), run=run,
             limit=run.config.model.max_position_embeddings,
         )  # fmt: skip
     try:
@@ -75,6 +75,27 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
         name=name, model=model.eval(), tokenizer=_tokenizer(source, transformers),
         limit=_limit(model), source=source,
     )  # fmt: skip
+
+
+def load_packed(name: str) -> Subject:
+    """The quantised model of a folder that `skipless export` packed, simulated.
+
+    Raises UserError for a damaged folder.
+    """
+    from skipless.export import load_quantized
+    from skipless.model import Transformer
+
+    model = load_quantized(name)
+    if isinstance(model, Transformer):
+        from skipless.data import load_tokenizer
+
+        tokenizer: Any = Decoder(load_tokenizer(name))
+        limit = model.config.max_position_embeddings
+    else:
+        import transformers
+
+        tokenizer, limit = _tokenizer(name, transformers), _limit(model)
+    return Subject(name=name, model=model, tokenizer=tokenizer, limit=limit, source=name)
 
 
 def _is_too_large(source: str) -> bool:
@@ -193,7 +214,7 @@ def _limit(model: Any) -> int | None:
     return None
 
 
-class _Decoder:
+class Decoder:
     """Our tokenizer, special tokens shown."""
 
     def __init__(self, inner: Any) -> None:

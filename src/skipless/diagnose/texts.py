@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skipless.diagnose.loading import Subject
+from skipless.diagnose.loading import Decoder, Subject
 from skipless.errors import UserError
 
 BATCH_SIZE = 4
@@ -127,7 +127,7 @@ def _cut(subject: Subject, where: str, text: str, num_tokens: int, length: int) 
 
 def _sequences(subject: Subject, text: str, length: int) -> Iterator[list[int]]:
     """Sequences of at most `length` token ids, special tokens included where a model has them."""
-    if subject.run is not None:
+    if isinstance(subject.tokenizer, Decoder):
         ids = subject.tokenizer.inner.encode(text)
         for start in range(0, len(ids), length):
             yield ids[start : start + length]

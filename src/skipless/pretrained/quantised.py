@@ -9,25 +9,39 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from skipless.errors import UserError
 
 
 def refuse_packed(folder: Path) -> None:
     """UserError for a folder whose config.json says that its weights are quantised."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        method = config["quantization_config"]["quant_method"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return
+    settings = _settings(folder)
+    method = settings.get("quant_method")
     if method == "skipless":
         raise UserError(
-            f"{folder} holds packed integers that `skipless export` wrote, and no plain weights; "
-            "open it with skipless.export.load_quantized in Python, or name the model it was made "
-            "from"
+            f"{folder} holds packed integers ({settings.get('scheme')}) that `skipless export` "
+            f"wrote, and no plain weights; `skipless eval {folder} --text FILE` measures its loss, "
+            f"`skipless generate {folder}` writes with it, and for all else name the model it was "
+            "made from, with --schemes where a command takes them"
         )
     if isinstance(method, str):
         raise UserError(
             f"{folder} holds weights that are quantised already ({method}), and no plain ones; "
             "name the model it was made from"
         )
+
+
+def is_packed(folder: Path) -> bool:
+    """Whether the folder holds packed integers that `skipless export` wrote."""
+    return _settings(folder).get("quant_method") == "skipless"
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """`quantization_config` of the folder's config.json; empty where there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        settings = config["quantization_config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return settings if isinstance(settings, dict) else {}

@@ -21,13 +21,10 @@ import torch
 from skipless.diagnose.loading import load_subject
 from skipless.errors import UserError
 from skipless.export import load_quantized
-from skipless.jsonable import parse_json, read_text
 from skipless.model import Transformer
+from skipless.pretrained.quantised import is_packed
 from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
-from skipless.quant.saved import METHOD
 from skipless.serving.stepping import ForeignSteps, OwnSteps
-
-CONFIG = "config.json"
 
 
 @dataclass(kw_only=True)
@@ -119,7 +116,7 @@ def open_writer(
             )
         parsed, kv_bits = replace(parsed, kv_bits=kv_bits), None
     folder = Path(name)
-    if folder.is_dir() and _is_packed(folder):
+    if is_packed(folder):
         writer = _open_packed(name, folder, parsed)
         batches = None
     else:
@@ -279,15 +276,6 @@ def _check_foreign(name: str, model: Any) -> None:
             record.state.mode = "quantize"
     if reason:
         raise UserError(f"{name} is no causal language model: {reason}")
-
-
-def _is_packed(folder: Path) -> bool:
-    """Whether `skipless export` wrote it."""
-    try:
-        config = parse_json(read_text(folder / CONFIG), where=CONFIG)
-        return config["quantization_config"]["quant_method"] == METHOD
-    except (UserError, KeyError, TypeError):
-        return False
 
 
 def _is_own(tokenizer: Any) -> bool:
