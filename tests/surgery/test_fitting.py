@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from skipless.surgery import connections, patch
-from skipless.surgery.conversion.distilling import divergence
+from skipless.surgery import connections, patch, shares
+from skipless.surgery.conversion.distilling import Yardstick, divergence
 from skipless.surgery.conversion.fitting import RIDGES, Moments, fit_branch
 
 from .sequences import batches
@@ -44,6 +44,37 @@ def test_moments_solve_the_ridge_regression():
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-9)
     left = (w * (h @ expected - x) ** 2).sum()
     assert sums.error(found) == pytest.approx(left, rel=1e-9)
+
+
+def padded(data, to):
+    """The same texts with padding on the right, and what says so."""
+    found = []
+    for ids in data:
+        mask = torch.zeros(len(ids), to, dtype=torch.long)
+        mask[:, : ids.shape[1]] = 1
+        wide = torch.full((len(ids), to), 5)
+        wide[:, : ids.shape[1]] = ids
+        found.append({"input_ids": wide, "attention_mask": mask})
+    return found
+
+
+def test_padding_is_no_part_of_a_fit_nor_of_a_share_nor_of_a_distance(trained):
+    data = batches(count=5)
+    weights, distances, parts = [], [], []
+    for given in (data, padded(data, data[0].shape[1] + 7)):
+        model: Any = patch(trained("llama"), "anneal")
+        join, layer = connections(model)["model.layers.1.mlp_connection"], model.model.layers[1]
+        parts.append(shares(model, given))
+        fit_branch(model, join, layer.mlp.down_proj, given)
+        weights.append(layer.mlp.down_proj.weight.detach().clone())
+        yardstick = Yardstick(trained("llama"), given, loss=lambda m, b: sum(
+            float(m(**x).logits.mean() if isinstance(x, dict) else m(input_ids=x).logits.mean())
+            for x in b
+        ))  # fmt: skip
+        distances.append(yardstick.with_divergence(model)[-1])
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-5)
+    assert distances[0] == pytest.approx(distances[1], rel=1e-3) and distances[0] > 0
+    assert parts[0] == pytest.approx(parts[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

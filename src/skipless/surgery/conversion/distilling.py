@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.evaluate.losses import SequenceLosses, sequence_losses, split_batch
 from skipless.quant import run_batch
+from skipless.surgery.batches import real_tokens
 from skipless.train.precision import autocast
 
 __all__ = ["Yardstick", "distillation_loss", "divergence", "logits_of"]
@@ -57,7 +58,7 @@ def distillation_loss(
     if distill:
         with autocast(precision, device), torch.no_grad():
             target = logits_of(teacher, run_batch(teacher, batch))
-        loss = loss + distill * divergence(target, found, temperature, _mask(batch, found))
+        loss = loss + distill * divergence(target, found, temperature, real_tokens(batch, found))
     if cross_entropy:
         labels = split_batch(batch)[1].to(found.device)
         loss = loss + cross_entropy * F.cross_entropy(found.flatten(0, 1).float(), labels.flatten())
@@ -137,19 +138,12 @@ class Yardstick:
             with torch.no_grad():
                 target = logits_of(self.teacher, self.teacher(*args, **kwargs))
             found = logits_of(module, output)
-            count = found.shape[:-1].numel()  # the last batch may be smaller
-            seen.append((float(divergence(target, found, 1.0, _mask(kwargs, found))), count))
+            real = real_tokens(kwargs, found)
+            count = found.shape[:-1].numel() if real is None else int(real.sum())
+            seen.append((float(divergence(target, found, 1.0, real)), count))
 
         handle = model.register_forward_hook(watch, with_kwargs=True)
         try:
             yield seen
         finally:
             handle.remove()
-
-
-def _mask(batch: Any, logits: Tensor) -> Tensor | None:
-    """The positions that are no padding, where logits are [B, T, V] and the batch tells."""
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
-        return mask.to(logits.device)
-    return None

@@ -24,6 +24,7 @@ from skipless.fallback import double
 from skipless.model import Connection
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import bias_of, weight_of
+from skipless.surgery.batches import real_tokens
 
 __all__ = ["RIDGES", "fit_branch"]
 
@@ -80,8 +81,8 @@ def fit_branch(
     """Add D and d to `linear`, the end of the branch that `connection` joins, in place.
 
     The connection must still add the stream with weight 1. At least two batches; each costs a
-    forward pass up to the join. Returns the share of |x|^2 / |y|^2 that the fit leaves on the
-    batches that chose lambda.
+    forward pass up to the join. Padding does not count. Returns the share of |x|^2 / |y|^2 that the
+    fit leaves on the batches that chose lambda.
     """
     chosen, rest, read = Moments(), Moments(), {}
     bias = bias_of(linear)
@@ -90,7 +91,8 @@ def fit_branch(
         read["h"] = args[0]
 
     def join(module: nn.Module, args: tuple, out: Tensor) -> None:
-        h, x, y = (_rows(part) for part in (read.pop("h"), args[0], out))
+        real = real_tokens(batch, out)
+        h, x, y = (_rows(part, real) for part in (read.pop("h"), args[0], out))
         if bias is not None:
             h = torch.cat([h, h.new_ones(len(h), 1)], dim=1)
         (chosen if number % HELD_OUT == HELD_OUT - 1 or number == last else rest).add(h, x, y)
@@ -119,6 +121,8 @@ def fit_branch(
     return errors[best] / max(float(chosen.power), 1e-300)
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    """[..., D] as [N, D] in float64; MPS has none, so there it goes to the CPU."""
-    return double(tensor.detach().flatten(0, -2))
+def _rows(tensor: Tensor, real: Tensor | None) -> Tensor:
+    """[..., D] as [N, D] in float64, of the `real` tokens if told; on the CPU where a device has no
+    float64 (MPS)."""
+    rows = tensor.detach().flatten(0, -2)
+    return double(rows if real is None else rows[real.flatten()])

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
-from skipless.sites import first_tensor
 from skipless.surgery.checking import check_batch, check_finite
 from skipless.surgery.conversion.distilling import Loss
 
-__all__ = ["Batches", "by_step", "check_model", "check_teacher", "count"]
+__all__ = ["Batches", "by_step", "check_model", "check_teacher"]
 
 
 @runtime_checkable
@@ -91,13 +90,3 @@ def by_step(model: nn.Module, batches: Batches | Sequence[Any]) -> Callable[[int
         return found
 
     return batch
-
-
-def count(batch: Any) -> int:
-    """Tokens of a batch; examples where it holds none."""
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
-    ids = ids[0] if isinstance(ids, (tuple, list)) else ids
-    if isinstance(ids, Tensor) and not ids.is_floating_point():
-        return ids.numel()
-    tensor = first_tensor(batch)
-    return 0 if tensor is None else len(tensor)

@@ -24,9 +24,9 @@ from skipless.log import say
 from skipless.model import Connection
 from skipless.optim import schedule
 from skipless.rundir import CHECKPOINTS
+from skipless.surgery.batches import count
 from skipless.surgery.conversion.distilling import Yardstick, distillation_loss
 from skipless.surgery.conversion.fitting import fit_branch
-from skipless.surgery.conversion.inputs import count
 from skipless.surgery.conversion.keeping import PARTIAL, Keeper, Progress
 from skipless.surgery.conversion.results import Conversion, Stage
 from skipless.surgery.conversion.settings import ConversionConfig

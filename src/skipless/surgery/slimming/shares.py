@@ -19,6 +19,7 @@ from skipless.errors import UserError
 from skipless.evaluate.losses import as_list
 from skipless.model import Connection, Transformer, is_absent
 from skipless.quant import evaluation_mode, run_batch
+from skipless.surgery.batches import real_tokens
 from skipless.surgery.checking import check_batches, check_finite
 from skipless.surgery.patching import CONSTANT_KINDS
 from skipless.surgery.records import connections
@@ -105,7 +106,7 @@ def measure_shares(
 ) -> dict[str, Share]:
     """|b f| / |x| over all tokens at every connection of `named`, smallest maximum first.
 
-    A stream weight counts as part of x: the share is |y - a x| / |x|.
+    A stream weight counts as part of x: the share is |y - a x| / |x|. Padding is no token.
     """
     sums = dict.fromkeys(named, 0.0)
     counts = dict.fromkeys(named, 0)
@@ -116,6 +117,8 @@ def measure_shares(
             stream, branch = args[0].float(), args[1].float()
             b = _branch_weight(module).to(branch)
             ratio = (b * branch).norm(dim=-1) / stream.norm(dim=-1).clamp(min=1e-12)
+            real = real_tokens(batch, branch)
+            ratio = ratio if real is None else ratio[real]
             sums[name] += float(ratio.sum())
             counts[name] += ratio.numel()
             largest[name] = max(largest[name], float(ratio.max()))
