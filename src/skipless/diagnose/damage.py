@@ -116,7 +116,7 @@ def predicts_tokens(model: nn.Module, batch: Any) -> bool:
                 return False  # it needs more than token ids
             if not isinstance(logits, Tensor) or logits.dim() != 3:
                 return False
-            pair.append(logits[0, :-1].double().cpu())
+            pair.append(logits[0, :-1].cpu().double())
     if pair[0].shape[0] != ids.shape[1] - 1:
         return False
     size = float(pair[0].abs().max())

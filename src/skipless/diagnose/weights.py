@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from skipless.diagnose.remedies import token_ratio
 from skipless.diagnose.streaming import ensure_loaded, loaded_parameters
 from skipless.errors import UserError
+from skipless.fallback import near
 from skipless.heads import find_heads
 from skipless.probes.moments import batch_moments
 from skipless.quant import Scheme, gaussian_sqnr, quantize_weight
@@ -70,7 +71,7 @@ def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, A
 
 def _ratios(matrix: Tensor, scheme: Scheme) -> tuple[float | None, float | None]:
     """S3 pooled and with every output channel alike; None where nothing is lost or there."""
-    x = matrix.float()
+    x = near(matrix).float()  # sums are float64
     ones = torch.ones(len(x), dtype=torch.float64, device=x.device)
     found = token_ratio(x, quantize_weight(x, scheme), ones)
     pooled, each = (value if math.isfinite(value) else None for value in found)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from skipless.doctor.evidence import Evidence, Leak
 from skipless.doctor.weights import weight_memory
 from skipless.errors import UserError
+from skipless.fallback import double
 from skipless.probes import Probe
 from skipless.quant import placed
 from skipless.report.inside import layer_of
@@ -150,8 +151,8 @@ def find_leak(model: nn.Module, batch: Batch) -> Leak | None:
     if before is None or after is None:
         return None
     return Leak(
-        difference=float((after.double() - before.double()).abs().max()),
-        largest=float(before.double().abs().max()), epsilon=torch.finfo(before.dtype).eps,
+        difference=float((double(after) - double(before)).abs().max()),
+        largest=float(double(before).abs().max()), epsilon=torch.finfo(before.dtype).eps,
         cut=cut, first=moved[0] if moved else None,
     )  # fmt: skip
 
@@ -198,7 +199,7 @@ def _with_gradients(
                     e, missing={**e.missing, "gradients": why, "gate_norm": why}
                 )
             value.backward()
-        square = {n: float(p.grad.double().square().sum()) for n, p in model.named_parameters()
+        square = {n: float(double(p.grad).square().sum()) for n, p in model.named_parameters()
                   if p.grad is not None}  # fmt: skip
     finally:
         for p, gradient, wanted in kept:

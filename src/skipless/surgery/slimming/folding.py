@@ -165,7 +165,7 @@ def difference(model: nn.Module, other: nn.Module, batch: Any) -> float:
         logits = first_tensor(out) if logits is None else logits
         if logits is None:
             raise UserError(f"{type(one).__name__} returns no tensor, so nothing can be compared")
-        found.append(logits.double().cpu())
+        found.append(logits.cpu().double())
     if not bool(found[0].isfinite().all()):
         raise UserError(
             f"the logits of {type(model).__name__} are not finite on the batch it is compared on, "
