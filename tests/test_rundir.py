@@ -176,6 +176,25 @@ def test_directories_are_replaced_as_a_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
+def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "one").write_text("one")
+    replace = os.replace
+
+    def refuse(source, target):
+        if str(source).endswith(".tmp"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        replace(source, target)
+
+    monkeypatch.setattr("skipless.files.os.replace", refuse)
+    with (
+        pytest.raises(UserError, match="Permission denied; what was there before is untouched"),
+        atomic_path(tmp_path / "d") as temporary,
+    ):
+        temporary.mkdir()
+    assert [p.name for p in tmp_path.rglob("*")] == ["d", "one"]
+
+
 def test_torn_last_line_is_dropped_and_others_are_errors(tmp_path):
     run = RunDir(tmp_path)
     for step in range(3):

@@ -39,10 +39,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         if temporary.is_dir() and path.is_dir():
-            old = temporary.with_suffix(".old")
-            os.replace(path, old)
-            os.replace(temporary, path)
-            shutil.rmtree(old, ignore_errors=True)
+            _replace_folder(path, temporary)
         else:
             os.replace(temporary, path)
     except BaseException as error:
@@ -51,6 +48,19 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise disk_error(path, error) from error
         raise
+
+
+def _replace_folder(path: Path, made: Path) -> None:
+    """Put the folder `made` where the folder `path` is; a failure between the two renames is
+    undone."""
+    old = made.with_suffix(".old")
+    os.replace(path, old)
+    try:
+        os.replace(made, path)
+    except BaseException:
+        os.replace(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def make_directory(path: str | Path) -> Path:
