@@ -144,3 +144,18 @@ def test_later_blocks_see_earlier_ones_quantised():
     assert not torch.equal(second, codes.dequantize())
     with quantized(net, "W3Afp-w:channel"):
         assert error < (net(x) - exact).norm()
+
+
+def test_a_terminal_sees_how_far_it_is(monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    from skipless import log
+
+    screen = io.StringIO()
+    monkeypatch.setattr(log, "console", Console(file=screen, force_terminal=True, width=120))
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    net = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8))
+    with quantized(net, "W4A8", method="gptq", calibration=[torch.randn(4, 16)]):
+        assert "2/2" in screen.getvalue() and "matrices" in screen.getvalue()

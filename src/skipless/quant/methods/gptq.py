@@ -32,6 +32,7 @@ from torch import Tensor
 
 from skipless.errors import UserError
 from skipless.jsonable import Config
+from skipless.log import make_progress
 from skipless.quant.fake import Codes, grid
 from skipless.quant.scheme import Scheme
 from skipless.quant.transforms.session import Session
@@ -68,17 +69,22 @@ class Gptq(Config):
         """
         by_parameter = {id(weight.parameter): weight for weight in weights}
         done: set[int] = set()
-        for stage in _stages(session.groups):
-            hessians = self._hessians(session, stage)
-            for group in stage:
-                hessian = hessians.pop(group.names[0], None)
-                if hessian is None:
-                    continue
-                found = [by_parameter.get(id(session.targets[n].parameter))
-                         for n in session.members(group)]  # fmt: skip
-                todo = [w for w in found if w is not None and id(w) not in done]
-                done |= {id(weight) for weight in todo}
-                self._reconstruct(todo, hessian)
+        with make_progress(unit="matrices") as bar:  # on a terminal only
+            task = bar.add_task("gptq", total=len(weights), note="")
+            for stage in _stages(session.groups):
+                bar.update(task, note="calibration batches")
+                hessians = self._hessians(session, stage)
+                for group in stage:
+                    hessian = hessians.pop(group.names[0], None)
+                    if hessian is None:
+                        continue
+                    found = [by_parameter.get(id(session.targets[n].parameter))
+                             for n in session.members(group)]  # fmt: skip
+                    todo = [w for w in found if w is not None and id(w) not in done]
+                    done |= {id(weight) for weight in todo}
+                    bar.update(task, note=group.names[0])
+                    self._reconstruct(todo, hessian)
+                    bar.update(task, advance=len(todo))
         left = [weight.name for weight in weights if id(weight) not in done]
         if left:
             session.notes.append(
