@@ -73,6 +73,16 @@ def test_every_figure_has_a_title_axes_and_units(report):
         assert tree.get("aria-label") == figure.title
 
 
+def test_text_stands_to_the_left_and_sentences_have_room(report):
+    text = (report[1] / "index.html").read_text()
+    rows = re.findall(r"<tr><th scope=row.*?</tr>", text)
+    kinds = {cell for row in rows for cell in re.findall(r"<td[^>]*>norm (?:in|out)put</td>", row)}
+    assert kinds and all("class=text " in cell for cell in kinds)
+    assert re.search(r'<td class="text long" data-value="[^"]*outlier token', text)
+    assert re.search(r'<td data-value="-?[\d.]+">', text), "numbers stay to the right"
+    assert "increase (nats a token)" in text
+
+
 def test_axes_are_labelled(report, monkeypatch):
     """Looked at on the axes themselves, since the SVG holds letters as paths."""
     import skipless.diagnose.plots as plots

@@ -133,7 +133,10 @@ def test_a_baseline_that_learned_nothing_is_no_yardstick_for_learning(tmp_path):
         fabricate(tmp_path, "residual", loss=6.3), fabricate(tmp_path, "none", loss=6.3)
     )
     assert found["none"].learned is None and "not known: learned" in found["none"].verdict
-    assert table.summary.startswith("0 of 1")
+    assert table.summary.startswith("Too small for conclusions: no baseline is 0.5 nats better")
+    assert "0 of 1 keep up" in table.summary
+    _, learned = rows_of(fabricate(tmp_path / "b", "residual", loss=4.0))
+    assert "Too small" not in learned.summary
 
 
 def test_classifiers_are_judged_by_accuracy(tmp_path):

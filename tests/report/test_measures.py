@@ -1,5 +1,6 @@
 """Numbers taken from a run's files, recomputed by hand."""
 
+import json
 import math
 
 import pytest
@@ -159,3 +160,20 @@ def test_spearman_of_too_little():
     assert spearman([1, 2, 3], [1, 2, 3]) is None
     assert spearman([1, 2, 3], [1, 2, 3], least=3) == pytest.approx(1)
     assert spearman([1.0] * 4, [1.0, 2.0, 3.0, 4.0]) is None
+
+
+def test_traced_steps_stand_in_where_no_probe_was_taken(make, tmp_path):
+    """`probe.trace_every` writes gradient norms and gains to metrics.jsonl."""
+    path = make(tmp_path / "traced", without=("probes.jsonl",))
+    rows = [
+        {"step": step, "tokens": step, "loss": 4.0, "gradient_norms": {"0": step, "1": 2.0 * step},
+         "gains": {"layers.0.attention_connection.a": 1 / step}}
+        for step in (1, 4)
+    ]  # fmt: skip
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    run = load_run(path)
+    assert gradients_by_depth(run, 0) == ([0.0, 1.0], [1.0, 2.0])
+    assert gradients_by_depth(run, -1) == ([0.0, 1.0], [4.0, 8.0])
+    per_step = run.config.train.batch_size * run.config.train.sequence_length
+    assert gains_over_time(run, "a") == ([per_step, 4.0 * per_step], [1.0, 0.25])
+    assert gains_over_time(run, "b") == ([], [])

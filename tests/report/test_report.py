@@ -249,6 +249,22 @@ def test_an_unfinished_run_is_marked_in_the_page_and_in_the_terminal(make, tmp_p
     assert len(marked) == 1 and marked[0].split()[0] == "mine"
 
 
+def test_why_a_gap_is_not_to_be_built_upon(make, tmp_path):
+    free = ConnectionConfig(kind="none")
+    cases = (
+        ({"standard_error": 0.01}, 4.6, ""), ({"standard_error": 0.2}, 4.6, "not established"),
+        ({"without": ("eval.json",)}, 4.6, "error not known"), ({}, 6.9, "learned too little"),
+    )  # fmt: skip
+    for number, (more, loss, said) in enumerate(cases):
+        base = tmp_path / str(number)
+        runs = [make(base / "a", label="with", loss=4.5, **more),
+                make(base / "b", label="without", loss=loss, connection=free, **more)]  # fmt: skip
+        text = quick_page(runs)
+        row = text[text.index(">without<") :]
+        cell = row[: row.index("</tr>")].split("<td")[2]
+        assert said in cell and ("<small>" in cell) == bool(said), (said, cell)
+
+
 def test_how_to_make_it_again_can_be_typed(make, edit, tmp_path):
     run = make(tmp_path / "run")
     old = "__main__.py train demo-rf-kl --out runs/x --measure"  # as older runs noted it

@@ -76,10 +76,12 @@ def _lowest(rows: Iterable[Row], of: Callable[[Row], float | None]) -> float | N
 
 def _doubt(pair: Pair) -> str:
     """Why a gap is not to be built upon; empty where it may be."""
-    if pair.gap is None or pair.established:
+    if pair.gap is None:
         return ""
     if pair.row.learned_little or pair.reference.learned_little:
         return "learned too little"
+    if pair.established:
+        return ""
     return "error not known" if pair.standard_error is None else "not established"
 
 
