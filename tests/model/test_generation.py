@@ -137,8 +137,8 @@ def test_the_mode_is_restored():
 @pytest.mark.parametrize("settings_, call, message", [
     (dict(causal=False), {}, "causal=False"),
     (dict(num_labels=2), {}, "classification head"),
-    ({}, dict(temperature=-1.0), "temperature=-1.0"),
-    ({}, dict(top_k=0), "top_k=0"),
+    ({}, dict(temperature=-1.0), "temperature is -1.0"),
+    ({}, dict(top_k=0), "top_k is 0"),
 ])  # fmt: skip
 def test_what_cannot_be_generated_is_refused(settings_, call, message):
     with pytest.raises(UserError, match=message):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from skipless.errors import UserError
+from skipless.pretrained import beside
 from skipless.quant.integers.hardware import fastest_kernel
 from skipless.serving import Settings, open_writer, write
 
@@ -112,7 +113,9 @@ def test_our_model_in_a_hugging_face_folder(tiny_run, cache, tmp_path):
 
     export_model(tiny_run, tmp_path / "out", remote_code=True)
     for options in ({}, {"kv_bits": 8}, {"scheme": "W8A8"}, {"scheme": "W4A8-KV8"}):
-        wanted, writer = (open_writer(str(name), **options) for name in (tiny_run, tmp_path / "out"))
+        wanted, writer = (
+            open_writer(str(name), **options) for name in (tiny_run, tmp_path / "out")
+        )
         assert (writer.kind, writer.engine) == (wanted.kind, wanted.engine)
         assert writer.kind == ("fused" if "scheme" in options else "full")
         (found, _), (plain, _) = (
@@ -188,8 +191,8 @@ def test_ends_and_stop_texts(tiny_run, cache):
 
 def test_bad_settings_and_prompts(tiny_run, cache):
     for settings, words in [
-        ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": 0}, "top_k=0"), ({"seed": -1}, "seed is -1"),
-        ({"temperature": float("nan")}, "temperature=nan"), ({"stop": ("",)}, "stop text is empty"),
+        ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": 0}, "top_k is 0"), ({"seed": -1}, "seed is -1"),
+        ({"temperature": float("nan")}, "temperature is nan"), ({"stop": ("",)}, "stop text is empty"),
         ({"stop": "END"}, "stop is 'END'; a tuple"), ({"stop": (3,)}, "a tuple of texts"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=words):
@@ -245,6 +248,45 @@ def test_damaged_files(tiny_run, tiny_llama, cache, tmp_path):
         with pytest.raises(UserError, match=str(folder)) as caught:
             open_writer(str(folder))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("config.json", "[]", "config.json holds a list and no JSON object"),
+        ("config.json", "7", "config.json holds a number and no JSON object"),
+        ("config.json", '{"model_type": "lla', "config.json is not valid JSON"),
+        ("config.json", {"num_attention_heads": 0}, "cannot be loaded: "),
+        ("generation_config.json", "null", "generation_config.json holds null"),
+        ("generation_config.json", '{"a', "generation_config.json is not valid JSON"),
+        ("generation_config.json", {"eos_token_id": "x"}, "names 'x' for the token that ends"),
+        ("generation_config.json", {"eos_token_id": [[1]]}, "for the token that ends a text"),
+        ("tokenizer.json", "[]", "tokenizer.json holds a list"),
+        ("tokenizer.json", "", "tokenizer.json is not valid JSON"),
+        ("tokenizer.json", "{}", "no tokenizer beside its weights that can be read"),
+        ("tokenizer_config.json", {"model_max_length": "x"}, "no tokenizer beside its weights"),
+        ("adapter_config.json", "{}", "holds an adapter"),
+        ("adapter_config.json", "[]", "adapter_config.json holds a list"),
+    ],
+)  # fmt: skip
+def test_settings_that_are_damaged(tiny_llama, tmp_path, monkeypatch, file, change, told):
+    monkeypatch.setattr(beside, "find_spec", lambda name: None)  # peft is not installed
+    folder = shutil.copytree(tiny_llama, tmp_path / "damaged")
+    path = folder / file
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_text(change)
+    with pytest.raises(UserError, match=told) as caught:
+        open_writer(str(folder))
+    assert "\n" not in str(caught.value) and "damaged" in str(caught.value)
+
+
+def test_an_adapter_alone(tmp_path):
+    from skipless.pretrained.naming import check_named
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds an adapter .*merge it"):
+        check_named(str(tmp_path), holds_model=True)
 
 
 def test_cache_bits_that_do_not_fit(tiny_run, cache):

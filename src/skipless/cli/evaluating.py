@@ -120,8 +120,8 @@ def _subject(name: str) -> Any:
         raise UserError(f"{name} is a classifier; tasks ask a language model")
     if subject.tokenizer is None:
         raise UserError(
-            f"{name} has no tokenizer beside its weights, so that questions cannot be read; put "
-            "tokenizer.json there"
+            f"{name} has no tokenizer beside its weights that can be read, and questions need one; "
+            "put the tokenizer.json of its model there"
         )
     return subject
 

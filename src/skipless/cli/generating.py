@@ -7,13 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skipless.cli.arguments import AsJson, Positional, Switch, option, whole_number
+from skipless.cli.arguments import (
+    AsJson,
+    Positional,
+    Switch,
+    as_options,
+    option,
+    whole_number,
+)
 from skipless.cli.terminal import print_json
 from skipless.errors import UserError
 from skipless.jsonable import read_text
 from skipless.scheme import Scheme
 
 STDIN = "-"
+OPTIONS = {
+    "temperature": "--temperature", "top_k": "--top-k", "top_p": "--top-p", "seed": "--seed",
+    "a stop text": "a text of --stop",
+}  # fmt: skip
+"""What settings are called on the command line."""
 
 
 def generate(
@@ -74,10 +86,11 @@ def generate(
     check_named(model, holds_model=True)
     from skipless.serving import Settings, open_writer
 
-    settings = Settings(
-        max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-        stop=stop, ignore_end=ignore_end,
-    )  # fmt: skip
+    with as_options(OPTIONS):
+        settings = Settings(
+            max_new_tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            stop=stop, ignore_end=ignore_end,
+        )  # fmt: skip
     writer = open_writer(
         model, scheme=scheme, scope=scope, kv_bits=kv_bits, device=device, engine=engine
     )

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
 from skipless.errors import UserError
+from skipless.pretrained.beside import check_beside
 from skipless.pretrained.naming import find_model
 from skipless.pretrained.quantised import refuse_packed
 from skipless.rundir import CHECKPOINTS, CONFIG
@@ -67,6 +69,7 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
     source = find_model(name)
     if Path(source).is_dir():
         refuse_packed(Path(source))
+        check_beside(Path(source))
     if layer_by_layer or _is_too_large(source):
         model = _open_streamed(source)
     else:
@@ -85,6 +88,7 @@ def load_packed(name: str) -> Subject:
     from skipless.export import load_quantized
     from skipless.model import Transformer
 
+    check_beside(Path(name))
     model = load_quantized(name)
     if isinstance(model, Transformer):
         from skipless.data import load_tokenizer
@@ -155,18 +159,11 @@ def _load(source: str, transformers: Any) -> Any:
         model, report = cls.from_pretrained(source, output_loading_info=True)
         check_layers(source, model, report["unexpected_keys"])
         return model
-    except UserError:
+    except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, _damaged_file()) as error:
-        reason = shortened(" ".join(str(error).split()))
+    except Exception as error:  # what a family makes of settings that do not fit is its own affair
+        reason = shortened(" ".join(str(error).split()) or type(error).__name__)
         raise UserError(f"{source} cannot be loaded: {reason}") from None
-
-
-def _damaged_file() -> type[Exception]:
-    """What safetensors raises for a file that is cut short or none of its own."""
-    from safetensors import SafetensorError
-
-    return SafetensorError
 
 
 def shortened(text: str, limit: int = 240) -> str:
@@ -197,7 +194,9 @@ def _tokenizer(source: str, transformers: Any) -> Any:
     if folder.is_dir() and not any(file for name in names for file in folder.glob(name)):
         return None  # for some families transformers makes one without words
     try:
-        return transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer("a")  # settings that do not fit are noticed only here
+        return tokenizer
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None  # said where text is to be read
 

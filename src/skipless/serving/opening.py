@@ -22,6 +22,7 @@ from skipless.diagnose.loading import load_subject
 from skipless.errors import UserError
 from skipless.export import load_quantized
 from skipless.model import Transformer
+from skipless.pretrained.beside import check_beside
 from skipless.pretrained.quantised import is_packed
 from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
 from skipless.serving.stepping import ForeignSteps, OwnSteps
@@ -176,6 +177,7 @@ def _open_packed(name: str, folder: Path, scheme: Scheme | None) -> Writer:
         raise UserError(
             f"{name} holds integers already; leave out --scheme, or name the model it was made from"
         )
+    check_beside(folder)
     model = load_quantized(folder)
     if isinstance(model, Transformer):
         from skipless.data import load_tokenizer
@@ -194,20 +196,28 @@ def _open_packed(name: str, folder: Path, scheme: Scheme | None) -> Writer:
 def _writer(name: str, model: Any, tokenizer: Any, limit: int | None) -> Writer:
     if tokenizer is None:
         raise UserError(
-            f"{name} has no tokenizer beside its weights, so that no prompt can be read; put "
-            "tokenizer.json there"
+            f"{name} has no tokenizer beside its weights that can be read, and a prompt needs one; "
+            "put the tokenizer.json of its model there"
         )
-    ends: set[int] = set()
-    settings = getattr(model, "generation_config", None)
-    for source in (settings, tokenizer):
-        for key in ("eos_token_id", "eos_id"):
-            found = getattr(source, key, None)
-            if found is not None and not ends:
-                ends = set(found) if isinstance(found, (list, tuple)) else {found}
     return Writer(
-        name=name, model=model, tokenizer=tokenizer, limit=limit, ends=frozenset(ends), engine="",
+        name=name, model=model, tokenizer=tokenizer, limit=limit,
+        ends=_ends(name, getattr(model, "generation_config", None), tokenizer), engine="",
         kind="full",
     )  # fmt: skip
+
+
+def _ends(name: str, *sources: Any) -> frozenset[int]:
+    """The tokens that end a text, of the first source that names some."""
+    keys = ("eos_token_id", "eos_id")
+    named = (getattr(source, key, None) for source in sources for key in keys)
+    found = next((ends for ends in named if ends not in (None, [])), [])
+    ends = found if isinstance(found, (list, tuple)) else [found]
+    if not all(type(end) is int for end in ends):
+        raise UserError(
+            f"{name} names {found!r} for the token that ends a text (eos_token_id); a whole number "
+            "or a list of them was expected"
+        )
+    return frozenset(ends)
 
 
 def _start(model: Any, engine: str, place: torch.device) -> tuple[str, str]:
