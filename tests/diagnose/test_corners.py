@@ -1,6 +1,7 @@
-"""Where numbers do not exist: zeros, constants, one layer, half precision; and what is said then."""
+"""Where numbers do not exist: zeros, constants, half precision; and what is said then."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,8 +55,13 @@ def test_a_stream_of_zeros_has_no_error_by_depth(planted, ids):
             block.down.weight.zero_()
             block.down.bias.zero_()
     found = diagnose(model, [ids], measure="distance")
-    assert found.depth and all(row["r"] is None for row in found.depth)
     assert found.lines() and page_of(found)
+    rows = [{**row, "r": None} for row in found.depth]
+    unknown = replace(found, depth=rows)
+    assert not any("error of the stream" in line for line in unknown.lines())
+    assert page_of(unknown)
+    some = replace(found, depth=[rows[0], {**rows[1], "r": 0.5}])
+    assert any(f"grows most at {rows[1]['site']} (+0.500)" in line for line in some.lines())
 
 
 def test_a_constant_matrix_has_no_tails():
@@ -67,9 +73,7 @@ def test_a_constant_matrix_has_no_tails():
     page_of(found)
 
 
-def test_a_scheme_that_cannot_be_measured_is_not_replaced_by_a_milder_one(
-    monkeypatch, ids, planted
-):
+def test_a_milder_scheme_does_not_stand_in_for_the_one_asked(monkeypatch, ids, planted):
     """The first row is what was asked for; what else fails is left out."""
     measured = Damage.increase
     failing = {"W8A8"}
@@ -100,8 +104,6 @@ def test_noise_that_is_not_finite_is_no_prediction(monkeypatch, planted, ids):
 
 
 def test_damage_within_its_error_is_said_to_be_none(planted, ids):
-    from dataclasses import replace
-
     found = diagnose(planted(), [ids], measure="distance")
     rows = [{**row, "increase": 1e-5 * row["layer"] - 1e-5, "standard_error": 1e-4}
             for row in found.layers]  # fmt: skip

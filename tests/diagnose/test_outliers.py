@@ -107,7 +107,7 @@ def test_sums_about_zero_and_about_the_mean_agree(mean):
     """Channels and tokens whose mean is far from 0 are computed again: nothing is lost."""
     from scipy.stats import kurtosis
 
-    from skipless.probes.moments import row_sums
+    from skipless.probes.rows import row_sums
 
     x = rows(300).double()
     x[:, ::2] += mean
