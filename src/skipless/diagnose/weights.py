@@ -45,14 +45,13 @@ def weight_rows(model: nn.Module, schemes: Sequence[Scheme]) -> list[dict[str, A
         ensure_loaded(model, name)
         matrix = weight_of(module).detach()
         matrix = matrix.t() if type(module).__name__ == "Conv1D" else matrix
-        site, moments = places.get(name), batch_moments(matrix)
+        site, summary = places.get(name), batch_moments(matrix).summary()
         row = {
             "site": name, "layer": site.layer if site else None,
             "sublayer": site.sublayer if site else None, "shape": list(matrix.shape),
             "quantised": is_linear(module) and name not in heads,
-            "std": moments.std(), "max_abs": moments.max_abs,
-            "max_over_std": moments.max_abs / moments.std() if moments.std() > 0 else None,
-            "kurtosis": moments.kurtosis(), "sqnr": {}, "channel_sqnr": {}, "ideal": {}, "gap": {},
+            **{key: summary[key] for key in ("std", "max_abs", "max_over_std", "kurtosis")},
+            "sqnr": {}, "channel_sqnr": {}, "ideal": {}, "gap": {},
             "remedies": {},
         }  # fmt: skip
         if row["quantised"]:
