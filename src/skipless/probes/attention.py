@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.probes.moments import F64
+from skipless.probes.rows import F64
 from skipless.sites import chooses_implementation
 
 SATURATED = 0.99

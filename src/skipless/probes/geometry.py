@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.probes.moments import F64, Moments, as_rows, batch_moments
+from skipless.probes.moments import Moments, batch_moments
+from skipless.probes.rows import F64, as_rows
 from skipless.probes.spectrum import Sketch, effective_rank, principal_angle, spectrum_share
 from skipless.probes.statistics import cross_cumulant_share
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.probes.moments import F64
+from skipless.probes.rows import F64
 from skipless.sharded import full
 from skipless.sites import is_linear, weight_of
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.probes.moments import F64, Moments, RowSums, chunks, from_powers, row_sums
+from skipless.probes.moments import Moments
+from skipless.probes.rows import F64, RowSums, chunks, from_powers, row_sums
 from skipless.probes.statistics import decibels
 
 NUM_EXTREME = 32
@@ -135,7 +136,7 @@ class Outliers:
             self.extreme, flat, -largest.float(), numbers, self.num_extreme
         )  # fmt: skip
         self.sample = _smallest(self.sample, flat, keys, numbers, self.num_sampled)
-        return moments.merge(sums.moments())
+        return moments.merge(Moments.of(sums))
 
     def _compiled(self, rows: Tensor) -> Fused | None:
         """What the compiled function gives; None where there is none or it does not apply."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.probes.moments import F64, chunks
+from skipless.probes.rows import F64, chunks
 
 EXACT_WIDTH = 256
 RANK = 64

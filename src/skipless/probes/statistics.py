@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError, check_choice
-from skipless.probes.moments import F64, Moments, as_rows, batch_moments, check_tensor
+from skipless.probes.moments import Moments, batch_moments
+from skipless.probes.rows import F64, as_rows, check_tensor
 
 POOLINGS = ("pooled", "per_channel", "per_token")
 
