@@ -194,3 +194,23 @@ def test_a_model_moved_after_fuse_is_computed_by_torch():
             assert "cuda" in str(error)
         else:
             assert found.tolist() == text.tolist()
+
+
+@pytest.mark.parametrize("part", ["norm", "cache"])
+def test_a_part_moved_after_fuse_is_refused(part):
+    if fastest_kernel() is None:
+        pytest.skip("no C++ compiler")
+    own = model()
+    quantize(own, "W8A8-KV8")
+    fuse(to_integer(own))
+    cache = own.new_cache()
+    logits(own)
+    with torch.no_grad(), pretend("cuda"):
+        own(IDS, cache=cache)
+        if part == "norm":
+            own.layers[0].input_layernorm.to("cuda")
+        else:
+            for store in cache.stores.values():
+                store.packed.to("cuda")
+        with pytest.raises(UserError, match="reads memory of the CPU"):
+            own(IDS[:, :1], cache=cache)

@@ -106,6 +106,7 @@ class _Builder:
         if tensor is None:
             return None
         tensor = tensor.detach()
+        _check_place(tensor)
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             tensor = tensor.float().contiguous()
         self.kept.append(tensor)
@@ -223,11 +224,21 @@ def _site(module: nn.Module) -> ActivationQuantizer:
 
 
 def store_of(tensor: Tensor, scales: Tensor | None) -> _Store:
-    """Where a step finds keys or values [B, G, capacity, ...] and their scales."""
+    """Where a step finds keys or values [B, G, capacity, ...] and their scales. Raises UserError
+    for those of another device."""
+    _check_place(tensor)
     return _Store(
         codes=tensor.data_ptr(), scales=None if scales is None else scales.data_ptr(),
         capacity=tensor.shape[2],
     )  # fmt: skip
+
+
+def _check_place(tensor: Tensor) -> None:
+    if tensor.device.type != "cpu":
+        raise UserError(
+            f"a fused step reads memory of the CPU, and a part of the model or of its cache is on "
+            f"{tensor.device}; move all of it with .cpu(), or unfuse(model)"
+        )
 
 
 def run_attention(
