@@ -167,7 +167,8 @@ def test_traced_steps_stand_in_where_no_probe_was_taken(make, tmp_path):
     path = make(tmp_path / "traced", without=("probes.jsonl",))
     rows = [
         {"step": step, "tokens": step, "loss": 4.0, "gradient_norms": {"0": step, "1": 2.0 * step},
-         "gains": {"layers.0.attention_connection.a": 1 / step}}
+         "gains": {"layers.0.attention_connection.a": 1 / step,
+                   "layers.0.mlp_connection.a": -1 / step}}
         for step in (1, 4)
     ]  # fmt: skip
     (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")

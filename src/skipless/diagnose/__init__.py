@@ -9,10 +9,10 @@ kernel.py       largest values, sums and noise of that pass in C++, where there 
 streaming.py    models larger than memory: a block at a time from disk
 anatomy.py      outlier channels and outlier tokens of one tensor
 remedies.py     what clipping, token scales, rotation, smoothing, columns would give, in dB
-rotation.py     Hadamard matrices of any width
 weights.py      the same questions of weight matrices
 gradients.py    one backward pass, on request
 damage.py       loss, or distance of outputs where there is no loss
+by_layer.py     what takes a pass a layer, in order
 sensitivity.py  one layer at a time; milder schemes
 block_noise.py  which layers that will be: noise of every block's output, by two passes
 parts.py        finished parts on disk
@@ -23,7 +23,7 @@ plots.py, page.py, writing.py    figures, one HTML page, all files
 checkpoints.py  several steps of one training by the same pass
 comparison/     two models, site by site
 loading.py      a run directory, a folder, a name: the model of the command line
-texts.py, media.py    its batches: text; images and sound
+texts.py, media.py, media_files.py    its batches: text; images and sound
 """
 
 import sys

@@ -60,13 +60,13 @@ def gradients_by_depth(run: RunData, which: int) -> Curve:
 
 
 def _measured(run: RunData, key: str) -> list[dict[str, Any]]:
-    """The rows with a table called `key`: of probes.jsonl, else those that metrics.jsonl has of
-    traced steps."""
-    for log in (run.probes, run.metrics):
-        found = [row for row in log if isinstance(row.get(key), dict) and row[key]]
-        if found:
-            return found
-    return []
+    """The rows with a table called `key`: of probes.jsonl, or of metrics.jsonl where more steps are
+    traced there."""
+    found = [
+        [row for row in log if isinstance(row.get(key), dict) and row[key]]
+        for log in (run.probes, run.metrics)
+    ]
+    return max(found, key=len)
 
 
 def over_time(run: RunData, of: Callable[[dict[str, Any]], float | None]) -> Curve:
@@ -87,10 +87,13 @@ def _by_tokens(
 
 
 def gains_over_time(run: RunData, gain: str) -> Curve:
-    """(tokens, mean over all joins and channels) of the gain called `gain` ("a" or "b")."""
+    """(tokens, mean magnitude over all joins and channels of the gain called "a" or "b").
+
+    A gain that starts at 0 takes either sign, which its branch follows: with signs they cancel.
+    """
 
     def value(row: dict[str, Any]) -> float | None:
-        return mean(_flat_mean(v) for k, v in row["gains"].items() if k.split(".")[-1] == gain)
+        return mean(_magnitude(v) for k, v in row["gains"].items() if k.split(".")[-1] == gain)
 
     return _by_tokens(run, _measured(run, "gains"), value)
 
@@ -101,7 +104,9 @@ def layer_of(key: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _flat_mean(value: Any) -> float | None:
+def _magnitude(value: Any) -> float | None:
+    """|gain|, of several the mean."""
     if isinstance(value, list):
-        return mean(_flat_mean(v) for v in value)
-    return number({"v": value}, "v")
+        return mean(_magnitude(v) for v in value)
+    found = number({"v": value}, "v")
+    return None if found is None else abs(found)

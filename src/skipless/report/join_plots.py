@@ -13,6 +13,7 @@ from typing import Any
 from skipless.recipes.connections import GROUPS, KINDS
 from skipless.report import join_runs, measures
 from skipless.report.canvas import Pen, render
+from skipless.report.inside import gains_over_time
 from skipless.report.join_numbers import JoinRow, JoinTable
 from skipless.report.load import RunData
 from skipless.report.measures import Curve
@@ -141,11 +142,11 @@ def _late(run: RunData) -> list[float]:
 
 def _gains(pen: Pen, axes: Any, rows: list) -> None:
     branch, depth, stream = axes
-    _curves(pen, branch, rows, lambda run: join_runs.gain_curve(run, "b"), markers=False)
+    _curves(pen, branch, rows, lambda run: gains_over_time(run, "b"), markers=False)
     branch.set(title="weight of the branch, mean |b|", xlabel="training tokens")
     _curves(pen, depth, rows, lambda run: join_runs.gain_by_depth(run, "b"))
     depth.set(title="b at every join, at the end", xlabel="layer")
-    _curves(pen, stream, rows, lambda run: join_runs.gain_curve(run, "a"), markers=False)
+    _curves(pen, stream, rows, lambda run: gains_over_time(run, "a"), markers=False)
     stream.set(title="weight of the stream, mean |a|", xlabel="training tokens")
     for panel in (branch, stream):
         panel.xaxis.set_major_formatter(lambda value, _: tokens_text(value))

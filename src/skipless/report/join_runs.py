@@ -91,18 +91,6 @@ def step_seconds(run: RunData) -> float | None:
     return statistics.median(gaps) if gaps else None
 
 
-def gain_curve(run: RunData, gain: str) -> Curve:
-    """(tokens, mean over all joins of the gain called "rho", "gate_bias", or of |a|, |b|)."""
-    per_step = run.config.train.batch_size * run.config.train.sequence_length
-    points = [
-        (row["step"] * per_step, value)
-        for row in run.metrics
-        if isinstance(row.get("step"), int)
-        and (value := _mean_gain(row.get("gains"), gain)) is not None
-    ]
-    return [float(x) for x, _ in points], [y for _, y in points]
-
-
 def gain_by_depth(run: RunData, gain: str) -> Curve:
     """(depth, last traced value): attention of layer l at l, its MLP at l + 0.5."""
     last = next((r["gains"] for r in reversed(run.metrics) if r.get("gains")), {})

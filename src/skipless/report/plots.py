@@ -157,7 +157,7 @@ def _gains(pen: Pen, axes: Any) -> None:
         axes, ("a", "b"), ("weight a of the stream (skip)", "weight b of the branch"), strict=True
     ):
         pen.curves(panel, lambda run, gain=gain: gains_over_time(run, gain), markers=False)
-        panel.set(title=title, xlabel="training tokens", ylabel=f"mean of {gain} over the joins")
+        panel.set(title=title, xlabel="training tokens", ylabel=f"mean |{gain}| over the joins")
         low, high = panel.get_ylim()
         panel.set_ylim(min(low, -0.05), max(high, 1.05))
         panel.xaxis.set_major_formatter(lambda value, _: tokens_text(value))
