@@ -166,9 +166,15 @@ def _refused(path: Path, how: str) -> UserError:
 
 
 def _of_model(model: Transformer, pieces: Pieces) -> Tensor:
-    """Logits of tokens that are no padding, [tokens, V]."""
+    """Logits of tokens that are no padding, [tokens, V], on the CPU."""
     cache = model.new_cache() if len(pieces) > 1 else None
-    return _gathered(pieces, lambda ids, mask: model(ids, attention_mask=mask, cache=cache).logits)
+    device = next(model.parameters()).device
+
+    def run(ids: Tensor, mask: Tensor) -> Tensor:
+        mask = mask.to(device)
+        return model(ids.to(device), attention_mask=mask, cache=cache).logits.cpu()
+
+    return _gathered(pieces, run)
 
 
 def _of_file(session: Any, pieces: Pieces, model: Transformer, cached: bool) -> Tensor:

@@ -191,7 +191,7 @@ def stored(
     weight: QuantizedWeight,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int | None]:
     """(codes [out, in] or [out, groups, n], scale, zero point, group size) as they are stored."""
-    codes, scale = weight.codes()
+    codes, scale = (part.cpu() for part in weight.codes())
     group = weight.scheme.group_size
     kind = _weight_container(weight.scheme.weight_bits, weight.scheme.symmetric)
     if weight.scheme.symmetric:

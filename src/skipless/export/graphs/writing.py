@@ -62,7 +62,7 @@ def export_onnx(
             f"an ONNX file is made of our Transformer, not of {type(model).__name__}; for a model "
             "of transformers use its own exporter (optimum)"
         )
-    ids = sample_ids(model) if ids is None else ids
+    ids = sample_ids(model) if ids is None else ids.cpu()
     if Path(out).suffix == ".onnx":
         path = free_file(out, ".onnx")
         check_model(model, cached=cached)

@@ -103,12 +103,12 @@ def stored_tensors(model: Any, dtype: str) -> dict[str, Stored]:
         heads = turning_heads(name, model.config)
         if own in rounded:
             codes, scale = rounded[own].codes()
-            q, s = codes.numpy().astype(np.int8), scale.float().numpy()[..., 0]
+            q, s = codes.cpu().numpy().astype(np.int8), scale.cpu().float().numpy()[..., 0]
             if heads is not None:
                 q, s = pairs(q, heads), pairs(s, heads)
             found[name] = _blocks(own, q, s)
             continue
-        value = parameter.detach().float().numpy()
+        value = parameter.detach().cpu().float().numpy()
         if heads is not None:
             value = pairs(value, heads)
         if dtype == "f16" and value.ndim > 1:

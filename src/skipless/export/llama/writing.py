@@ -207,7 +207,7 @@ def _read_back(
     expected = _with_weights(model, read)
     kinds = {own_name(name): tensor.kind for name, tensor in tensors.items()}
     for name, parameter in model.named_parameters():
-        own, got = parameter.detach().float(), expected.get_parameter(name).detach()
+        own, got = parameter.detach().cpu().float(), expected.get_parameter(name).detach()
         allowed = SHARES[kinds[name]] * own.abs() + (2**-25 if kinds[name] == "F16" else 0)
         _check(path, name, bool(((got - own).abs() <= allowed).all()))
     if architecture != "llama":
