@@ -2,8 +2,8 @@
 
     python benchmarks/zero_shot.py [--quick] [--limit 200] [--num-fewshot 0] [--tasks piqa ...]
 
-Each task is asked in chunks of questions, which both scorers get in turn: ours with the shared
-prefix of a question computed once, lm-eval's HFLM in batches (`--batch-size`, 8). The texts of
+Each task is asked in chunks of questions, which both scorers get in turn: ours with what requests
+share computed once, lm-eval's HFLM in batches (`--batch-size`, 8). The texts of
 all requests have to be equal. Figures, for every task: `TASK`, our time over lm-eval's (CPU time
 of the process at one thread, so that a busy machine slows neither): at most half where answers
 share a long text, which with examples in front is everywhere, else at most the same; and over all
@@ -32,6 +32,7 @@ from _finished import Finished
 from skipless.evaluate.tasks import CORE8, Coder, find_tasks, score_requests
 from skipless.evaluate.tasks.asking import ask
 from skipless.evaluate.tasks.harness import PREFIX, local_tasks, wrap
+from skipless.evaluate.tasks.scoring import choose_mode
 from skipless.pretrained import fetch_model
 
 
@@ -42,7 +43,9 @@ def measure(name: str, task: Any, model: Any, coder: Coder, lm: Any, args: Any) 
     by_question: dict[int, list[Any]] = {}
     for instance in task.instances:
         by_question.setdefault(instance.doc_id, []).append(instance)
-    ours_s = theirs_s = worst = 0.0
+    began = time.process_time()
+    mode, _ = choose_mode(model, asked.encoded)  # once a task, as score_tasks does
+    ours_s, theirs_s, worst = time.process_time() - began, 0.0, 0.0
     requests = greedy_differs = right = 0
     for start in range(0, len(asked.items), args.chunk):
         places = range(start, min(start + args.chunk, len(asked.items)))
@@ -55,7 +58,7 @@ def measure(name: str, task: Any, model: Any, coder: Coder, lm: Any, args: Any) 
             for instance, (context, continuation) in zip(instances, pairs, strict=True):
                 instance.arguments = (asked.before[i] + context, continuation)
         began = time.process_time()
-        mine = score_requests(model, [asked.encoded[i] for i in places]).scores
+        mine = score_requests(model, [asked.encoded[i] for i in places], mode=mode).scores
         between = time.process_time()
         found = lm.loglikelihood([x for instances in theirs for x in instances], disable_tqdm=True)
         theirs_s += time.process_time() - between

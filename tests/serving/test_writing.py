@@ -191,8 +191,9 @@ def test_ends_and_stop_texts(tiny_run, cache):
 
 def test_bad_settings_and_prompts(tiny_run, cache):
     for settings, words in [
-        ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": 0}, "top_k is 0"), ({"seed": -1}, "seed is -1"),
-        ({"temperature": float("nan")}, "temperature is nan"), ({"stop": ("",)}, "stop text is empty"),
+        ({"top_p": 0.0}, "top_p is 0.0"), ({"top_k": 0}, "top_k is 0"),
+        ({"seed": -1}, "seed is -1"), ({"stop": ("",)}, "stop text is empty"),
+        ({"temperature": float("nan")}, "temperature is nan"),
         ({"stop": "END"}, "stop is 'END'; a tuple"), ({"stop": (3,)}, "a tuple of texts"),
     ]:  # fmt: skip
         with pytest.raises(UserError, match=words):

@@ -14,7 +14,6 @@ from skipless.card.equations import Equation, equations_of
 from skipless.card.facts import Facts
 from skipless.card.usage import usage
 from skipless.data.catalog import SOURCES
-from skipless.evaluate.tasks.tables import lead_metric
 
 MARK = "<!-- written by skipless card -->"
 PAPER = "2605.25880"
@@ -262,7 +261,8 @@ def _tasks(facts: Facts) -> list[str]:
     rows = []
     for row in facts.tasks["rows"]:
         for name, entry in row["tasks"].items():
-            metric = lead_metric(entry)
+            written = [k for k in entry if k.startswith("exact_match") and "_stderr" not in k]
+            metric = next((key for key in ("acc_norm", "acc", *written) if key in entry), None)
             if metric is None:
                 continue
             about = sizes.get(name, {})

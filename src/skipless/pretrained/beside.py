@@ -30,8 +30,8 @@ def check_beside(folder: Path) -> None:
             found = parse_json(read_text(file), where=str(file))
             if not isinstance(found, dict):
                 raise UserError(
-                    f"{file} holds {_kind(found)} and no JSON object {{...}}; get the file anew, or "
-                    "save the model again"
+                    f"{file} holds {_kind(found)} and no JSON object {{...}}; get the file anew, "
+                    "or save the model again"
                 )
     refuse_adapter(folder)
 
@@ -42,8 +42,8 @@ def refuse_adapter(folder: Path) -> None:
         return
     if not (folder / "config.json").is_file() or find_spec("peft") is None:
         raise UserError(
-            f"{folder} holds an adapter ({ADAPTER}), which is not read here; merge it into its model "
-            "with peft (merge_and_unload), save that with its tokenizer, and name that folder"
+            f"{folder} holds an adapter ({ADAPTER}), which is not read here; merge it into its "
+            "model with peft (merge_and_unload), save that with its tokenizer, and name that folder"
         )
 
 

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 
-from skipless.diagnose.loading import load_subject
+from skipless.diagnose.loading import Decoder, load_packed, load_subject
 from skipless.errors import UserError
-from skipless.export import load_quantized
 from skipless.model import Transformer
-from skipless.pretrained.beside import check_beside
 from skipless.pretrained.quantised import is_packed
 from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
 from skipless.serving.stepping import ForeignSteps, OwnSteps
@@ -116,9 +114,8 @@ def open_writer(
                 f"{parsed} says the cache's width already; leave out --kv-bits {kv_bits}"
             )
         parsed, kv_bits = replace(parsed, kv_bits=kv_bits), None
-    folder = Path(name)
-    if is_packed(folder):
-        writer = _open_packed(name, folder, parsed)
+    if is_packed(Path(name)):
+        writer = _open_packed(name, parsed)
         batches = None
     else:
         writer, batches = _open_plain(name, parsed)
@@ -172,25 +169,16 @@ def _open_plain(name: str, scheme: Scheme | None) -> tuple[Writer, Callable[[], 
     return writer, batches
 
 
-def _open_packed(name: str, folder: Path, scheme: Scheme | None) -> Writer:
+def _open_packed(name: str, scheme: Scheme | None) -> Writer:
     if scheme is not None:
         raise UserError(
             f"{name} holds integers already; leave out --scheme, or name the model it was made from"
         )
-    check_beside(folder)
-    model = load_quantized(folder)
-    if isinstance(model, Transformer):
-        from skipless.data import load_tokenizer
-
-        return _writer(name, model, load_tokenizer(folder), model.config.max_position_embeddings)
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
-        tokenizer = None
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return _writer(name, model, tokenizer, limit)
+    subject = load_packed(name)
+    tokenizer = subject.tokenizer
+    if isinstance(tokenizer, Decoder):
+        tokenizer = tokenizer.inner
+    return _writer(name, subject.model, tokenizer, subject.limit)
 
 
 def _writer(name: str, model: Any, tokenizer: Any, limit: int | None) -> Writer:

@@ -67,18 +67,31 @@ def score_requests(
 ) -> Scores:
     """Score the requests of every question; those of one question may share a prefix.
 
-    `mode` "auto" is what `choose_mode` says, and shares where that is less work; the others are as
-    in the module's text, unchecked, "single" one request at a time. Runs in eval mode without
-    gradients. `on_scored(count)` is called as requests are done. Raises UserError for a model that
-    is not a causal language model and for numbers that are not finite.
+    `mode` "auto" is what `choose_mode` says; the others are as in the module's text, unchecked,
+    "single" one request at a time. Sharing is done where that is less work. Runs in eval mode
+    without gradients. `on_scored(count)` is called as requests are done. Raises UserError for a
+    model that is not a causal language model and for numbers that are not finite.
     """
     if batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}; a positive number was expected")
-    caller, note = Caller(model), ""
-    caller.check_ids(max((max(*r.inputs, *r.targets) for q in questions for r in q), default=0))
-    always = mode == "shared"
+    note = ""
     if mode == "auto":
         mode, note = choose_mode(model, questions)
+    scores = _score(model, questions, mode, batch_tokens, on_scored)
+    return Scores(scores=scores, mode=mode, note=note)
+
+
+def _score(
+    model: nn.Module,
+    questions: Sequence[Sequence[Encoded]],
+    mode: Mode,
+    batch_tokens: int = BATCH_TOKENS,
+    on_scored: Callable[[int], None] = lambda count: None,
+    always: bool = False,
+) -> list[list[Score]]:
+    """As `score_requests`; `always` shares wherever there is anything to share, worth it or not."""
+    caller = Caller(model)
+    caller.check_ids(max((max(*r.inputs, *r.targets) for q in questions for r in q), default=0))
     with evaluation_mode(model):
         flat = [(q, i) for q, requests in enumerate(questions) for i in range(len(requests))]
         found: dict[tuple[int, int], Score] = {}
@@ -92,8 +105,7 @@ def score_requests(
             worker.all_trees(flat, batch_tokens)
         else:
             worker.all_shared(batch_tokens, always)
-    scores = [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
-    return Scores(scores=scores, mode=mode, note=note)
+    return [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
 
 
 def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tuple[Mode, str]:
@@ -113,12 +125,12 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
     is_rounded, sharing = quantization(model) is not None, [q for q in questions if len(q) > 1]
     if not any(shared_length(q) for q in sharing):
         return "plain", ""
-    sample = _sample(sharing, 4 if is_rounded else 2)
-    expected, note = score_requests(model, sample, mode="plain").scores, ""
+    sample = _sample(sharing, is_rounded)
+    expected, note = _score(model, sample, "plain"), ""
     ways: list[Mode] = ["tree"] * caller.has_trees + ["shared"] * caller.has_cache
     for mode in ways:
         try:
-            gap = _gap(score_requests(model, sample, mode=mode).scores, expected)
+            gap = _gap(_score(model, sample, mode, always=True), expected)
         except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError,
                 IndexError, UserError) as error:  # fmt: skip
             note = f"the cache of {type(model).__name__} does not serve ({error})"[:200]
@@ -135,11 +147,13 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
     return "plain", note if caller.has_cache else f"{type(model).__name__} takes no cache"
 
 
-def _sample(questions: list[Sequence[Encoded]], count: int) -> list[Sequence[Encoded]]:
-    """`count` of the shorter half. More than one: what a text must not see is another question's,
-    and rounding may agree on one by chance."""
+def _sample(questions: list[Sequence[Encoded]], is_rounded: bool) -> list[Sequence[Encoded]]:
+    """The shortest two, since what a text must not see is another question's; where rounding may
+    agree on some by chance, four of the shorter half."""
     by_size = sorted(questions, key=lambda q: sum(len(request.inputs) for request in q))
-    return by_size[: len(by_size) // 2 + 1 : max(1, len(by_size) // (2 * count))][:count]
+    if not is_rounded:
+        return by_size[:2]
+    return by_size[: len(by_size) // 2 + 1 : max(1, len(by_size) // 8)][:4]
 
 
 def _gap(found: list[list[Score]], expected: list[list[Score]]) -> float:

@@ -50,7 +50,7 @@ def task_lines(summary: Mapping[str, Any]) -> list[list[str]]:
 
 def lead_metric(entry: Mapping[str, Any]) -> str | None:
     """The metric of a task that stands for it; None where it has no share of right answers."""
-    written = [key for key in entry if key.startswith("exact_match") and "_stderr" not in key]
+    written = [k for k in entry if k.startswith("exact_match") and not k.endswith("_stderr")]
     return next((key for key in ("acc_norm", "acc", *written) if key in entry), None)
 
 
