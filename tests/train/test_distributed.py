@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from skipless.config import RunConfig
+from skipless.config import ConnectionConfig, RunConfig, UniversalConfig
 from skipless.data import PreparedData
 from skipless.rundir import RunDir
 from skipless.train import load_run, train
@@ -31,7 +31,12 @@ KINDS += [(kind, name) for kind in ("two-then-one", "one-then-two") for name in 
 def variant(tiny, name):
     # A gentle rate: the update of a nearly unused token's embedding is +-lr whatever its size.
     optim = {"name": name, "lr": 1e-3, "eps": 1e-6}
-    return tiny.replace(optim=optim, train={"micro_batch_size": 1, "num_threads": 1})
+    config = tiny.replace(optim=optim, train={"micro_batch_size": 1, "num_threads": 1})
+    if name != "adamw":
+        return config
+    # The kind with most parameters of its own, and sides that two processes do not divide.
+    join = ConnectionConfig(kind="universal", universal=UniversalConfig(rank=3))
+    return config.replace(model={"connection": join, "vocab_size": 281})
 
 
 def stop_after(step):

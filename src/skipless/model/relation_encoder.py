@@ -35,14 +35,19 @@ class RelationEncoder(nn.Module):
         self.value = nn.Parameter(torch.empty(rank, rank))
         self.up = nn.Parameter(torch.empty(hidden_size, rank))
 
+    def start(self, generator: Generator) -> dict[str, Tensor]:
+        """Weights by name as they start: normal draws of variance 1 / inputs, W_up 0; on the CPU,
+        whole also where the parameters are sharded."""
+        return {
+            name: torch.randn(weight.shape, generator=generator) * weight.shape[1] ** -0.5
+            for name, weight in self.named_parameters() if name != "up"
+        } | {"up": torch.zeros(self.up.shape)}  # fmt: skip
+
     @torch.no_grad()
     def reset_parameters(self, generator: Generator | None = None) -> None:
-        """Normal draws of variance 1 / inputs, W_up 0; a CPU generator, or a fixed one."""
-        generator = generator or Generator().manual_seed(0)
-        for weight in (self.down, self.query, self.key, self.value):
-            drawn = torch.randn(weight.shape, generator=generator)
-            weight.copy_(drawn.mul_(weight.shape[1] ** -0.5))
-        self.up.zero_()
+        """`start` with a CPU generator, or a fixed one."""
+        for name, value in self.start(generator or Generator().manual_seed(0)).items():
+            self.get_parameter(name).copy_(value)
 
     def forward(
         self, stream: Tensor, branch: Tensor, context: ForwardContext, tokens: Tokens

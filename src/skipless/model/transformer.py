@@ -176,8 +176,9 @@ def initialize(model: Stack, seed: int = 0) -> None:
                 write(weight_of(block.get_submodule(name)), value)
     for name, module in model.named_modules():
         if isinstance(module, RelationEncoder):
-            module.reset_parameters(initializers.generator_for(seed, name))
-            written.update(id(p) for p in module.parameters())
+            start = module.start(initializers.generator_for(seed, name))
+            for leaf, value in start.items():
+                write(module.get_parameter(leaf), value)
         if isinstance(module, Attention) and module.identity_bias is not None:
             assert config.init.identity_bias is not None, "it is why the parameter exists"
             module.identity_bias.fill_(config.init.identity_bias)
