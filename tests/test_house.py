@@ -16,7 +16,7 @@ ORDER = [
     ("interpolation_config",),
     ("connection_config",),
     ("config",),
-    ("registry", "log", "sublayers", "compiled"),
+    ("registry", "log", "sublayers", "environment", "compiled"),
     ("locking",),
     ("rundir", "sites", "sharded", "fallback", "outputs"),
     ("heads",),

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from skipless import rundir
 from skipless.config import RunConfig
+from skipless.environment import environment
 from skipless.errors import UserError
 from skipless.files import atomic_path, write_atomic
 from skipless.rundir import RunDir
@@ -259,7 +259,7 @@ with RunDir({str(tmp_path)!r}).lock():
 )
 def test_the_noted_command_can_be_typed_again(program, typed, monkeypatch):
     monkeypatch.setattr("sys.argv", [program, "train", "demo-rf-kl", "--out", "my run"])
-    assert rundir.environment()["command"] == typed
+    assert environment()["command"] == typed
 
 
 def test_a_folder_that_is_missing_is_told_from_one_without_a_run(tmp_path):
