@@ -94,7 +94,7 @@ def unpack_weight(name: str, tensors: dict[str, Tensor], bits: int, group: int |
     Raises UserError, naming the weight, for tensors that do not belong together.
     """
     try:
-        scale = tensors["weight_scale"]
+        scale = tensors["weight_scale"].cpu()
         stored = tensors.get("weight_packed", tensors.get("weight"))
         if stored is None or stored.is_floating_point():
             raise ValueError("weight")
