@@ -8,10 +8,10 @@ import re
 import pytest
 
 from skipless.report import build_report
+from skipless.report.comparing import compare
 from skipless.report.html import page
 from skipless.report.load import load_runs
 from skipless.report.plots import OPTIONAL, draw_all
-from skipless.report.tables import compare
 from skipless.report.verdict import verdict
 from skipless.report.zero_shot import task_numbers
 

@@ -2,15 +2,18 @@
 
 load    directories -> RunData, saying what is missing
 measures, inside    numbers and curves of one run
-tables  rows (seeds averaged) and pairs (residual-free beside its residual twin)
+tables, comparing    rows (seeds averaged) and pairs (residual-free beside its residual twin)
 verdict sentences from the numbers, whichever way they come out
-style, plots    figures
-glossary, stylesheet, html, text, build    the page, the terminal table, and the files
+style, scales, canvas, plots    figures
+glossary, stylesheet, cells, html, text, build    the page, the terminal table, and the files
+join_*  the report of `skipless compare-connections`
+timeline, timeline_page, heat, frame    a log over time; `skipless.diagnose` draws on the latter two
 """
 
 from skipless.report.build import build_report
+from skipless.report.comparing import compare
 from skipless.report.load import RunData, find_runs, load_run, load_runs
-from skipless.report.tables import Comparison, Pair, Row, compare
+from skipless.report.tables import Comparison, Pair, Row
 from skipless.report.text import print_table, summary_table
 from skipless.report.verdict import Statement, verdict
 

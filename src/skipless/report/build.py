@@ -15,10 +15,10 @@ from pathlib import Path
 from skipless.errors import UserError
 from skipless.files import to_strict_json, write_atomic
 from skipless.jsonable import parse_json, read_text
+from skipless.report.comparing import compare
 from skipless.report.html import machine, page
 from skipless.report.load import load_runs
 from skipless.report.plots import draw_all
-from skipless.report.tables import compare
 from skipless.report.verdict import verdict
 from skipless.report.zero_shot import task_numbers
 from skipless.rundir import CONFIG, RunDir

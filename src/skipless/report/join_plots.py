@@ -13,6 +13,7 @@ from typing import Any
 from skipless.recipes.connections import GROUPS, KINDS
 from skipless.report import join_runs, measures
 from skipless.report.canvas import Pen, render
+from skipless.report.comparing import compare
 from skipless.report.inside import gains_over_time
 from skipless.report.join_numbers import JoinRow, JoinTable
 from skipless.report.load import RunData
@@ -20,7 +21,7 @@ from skipless.report.measures import Curve
 from skipless.report.plots import Figure, tokens_text
 from skipless.report.scales import log_scale
 from skipless.report.style import Look, looks
-from skipless.report.tables import Comparison, compare
+from skipless.report.tables import Comparison
 
 STROKES: tuple[tuple[Any, str], ...] = (
     ("-", "o"),

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from skipless.report.cells import show
+from skipless.report.comparing import compare
 from skipless.report.load import load_runs
-from skipless.report.tables import Comparison, compare
+from skipless.report.tables import Comparison
 from skipless.report.verdict import headline_schemes, verdict
 
 
