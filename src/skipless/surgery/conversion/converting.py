@@ -26,7 +26,7 @@ from skipless.model import Connection
 from skipless.quant import evaluation_mode
 from skipless.surgery.checking import check_batches
 from skipless.surgery.conversion.distilling import Loss, Yardstick
-from skipless.surgery.conversion.inputs import Batches, by_step, check_model, check_teacher
+from skipless.surgery.conversion.inputs import Batches, by_step, check_convertible, check_teacher
 from skipless.surgery.conversion.keeping import Keeper, keeping
 from skipless.surgery.conversion.results import Conversion
 from skipless.surgery.conversion.settings import ConversionConfig
@@ -77,7 +77,7 @@ def convert(
     """
     config, source = config or ConversionConfig(), source or {}
     model, held_out = unwrapped(model), list(as_list(held_out))
-    check_model(model, loss, folder)
+    check_convertible(model, loss, folder)
     check_batches(model, held_out)
     if teacher is not None and config.distill:
         check_teacher(model, unwrapped(teacher))

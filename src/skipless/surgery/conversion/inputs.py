@@ -14,7 +14,7 @@ from skipless.evaluate.losses import as_list
 from skipless.surgery.checking import check_batch, check_finite
 from skipless.surgery.conversion.distilling import Loss
 
-__all__ = ["Batches", "by_step", "check_model", "check_teacher"]
+__all__ = ["Batches", "by_step", "check_convertible", "check_teacher"]
 
 
 @runtime_checkable
@@ -26,7 +26,7 @@ class Batches(Protocol):
         ...
 
 
-def check_model(model: nn.Module, loss: Loss | None, folder: str | Path | None) -> None:
+def check_convertible(model: nn.Module, loss: Loss | None, folder: str | Path | None) -> None:
     """Raise UserError for a model that cannot be trained, measured or saved."""
     name = type(model).__name__
     learnable = [p for p in model.parameters() if p.requires_grad]
