@@ -19,6 +19,7 @@ from torch import Tensor
 from skipless.interpolation_config import UniversalConfig
 from skipless.model.cache import KeyValueCache
 from skipless.model.context import ForwardContext
+from skipless.model.running_sums import suffix_sums_
 
 FEW = 4
 """Fewer counted tokens than this are too few for a median: see `winsor_factors`."""
@@ -147,12 +148,8 @@ class _PrefixMoments(torch.autograd.Function):
             d = (d - shift) * mask
         by_variance = grad_variance.to(ctx.wide) / num
         by_mean = grad_mean.to(ctx.wide) / num - 2 * mean * by_variance
-        grad = _suffix_sums(by_mean) + 2 * d * _suffix_sums(by_variance)
+        grad = suffix_sums_(by_mean) + 2 * d * suffix_sums_(by_variance)
         return (grad * mask).to(x.dtype), None, None, None, None, None
-
-
-def _suffix_sums(x: Tensor) -> Tensor:
-    return x.flip(1).cumsum(1).flip(1)
 
 
 def prefix_moments(
