@@ -18,34 +18,24 @@ torch's C++ part all of it lies on the CPU, which has autograd threads and a dev
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import torch
+from pretended_kernels import FLASH, refuse
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-aten = torch.ops.aten
-BETWEEN = {"copy_", "_to_copy", "lift_fresh", "set_", "alias", "detach", "detach_"}
-"""Operations that take tensors of two devices, or one tensor of any."""
-INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
-"""Operations whose index tensors may lie on the CPU."""
-SCALARS = {"where", "clamp", "masked_fill", "masked_fill_", "fill", "fill_", "lerp", "lerp_"}
-"""Operations that are not tagged pointwise and take scalars (shape []) from the CPU."""
 RESHAPES = {"t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "swapdims_", "as_strided_"}
 """In-place changes of shape, which the outer tensor would not follow."""
-NO_INTEGERS = {"mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "dot", "convolution", "addbmm"}
-"""Integer products that CUDA does not have."""
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "unique_dim", "_unique2", "masked_select"}
 """Operations whose answer the host waits for."""
-C_CALLERS = ("integers/native.py", "integers/fused.py", "diagnose/kernel.py", "optim/")
+C_CALLERS = (
+    "integers/native.py", "integers/fused.py", "integers/stacked.py", "diagnose/kernel.py", "optim/",
+)  # fmt: skip
 """Files of the package whose data_ptr() goes to C++."""
 
 
@@ -256,7 +246,7 @@ def _compute(func, args, kwargs, device):
         return func(*args, **kwargs)
     name, label = func._schema.name.split("::")[-1], held[0].label
     assert name not in RESHAPES, f"{name} is not pretended"
-    _refuse(func, name, args, flat, label)
+    refuse(func, args, flat, label)
     if device is not None:
         device.ops[name] += 1
         to_host = name == "copy_" and not isinstance(args[0], Labelled)
@@ -267,7 +257,7 @@ def _compute(func, args, kwargs, device):
             device.wait(name)
     own = {id(x.inner): x for x in held}
     args_, kwargs_ = tree_map(_inner, (args, kwargs))
-    out = func(*args_, **kwargs_)
+    out = FLASH.get(name, func)(*args_, **kwargs_)
     written = name == "copy_" and not isinstance(args[0], Labelled)
 
     def wrap(x):
@@ -279,62 +269,6 @@ def _compute(func, args, kwargs, device):
     for x in held:
         assert x.shape == x.inner.shape, f"{name} changed a shape in place"
     return out if written else return_and_correct_aliasing(func, args, kwargs, out)
-
-
-@functools.cache
-def lacking(key: str) -> frozenset[str]:
-    """Operations with a kernel for the CPU and none for `key` ("CUDA", "MPS").
-
-    Read from the table that torch is generated from, which comes with torch.
-    """
-    import torchgen
-
-    table = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
-    keys, delegates = {}, {}
-    for entry in table.read_text().split("\n- func: ")[1:]:
-        name = entry.partition("(")[0]
-        _, _, dispatch = entry.partition("\n  dispatch:\n")
-        lines = itertools.takewhile(lambda line: line.startswith("    "), dispatch.splitlines())
-        keys[name] = {k.strip() for line in lines for k in line.partition(":")[0].split(",")}
-        if found := re.search(r"\n  structured_delegate: (\S+)", entry):
-            delegates[name] = found[1]
-    general = {"CompositeExplicitAutograd", "CompositeImplicitAutograd",
-               "CompositeExplicitAutogradNonFunctional"}  # fmt: skip
-    own = {name: keys[delegates.get(name, name)] for name in keys}
-    found = {n for n, k in own.items() if "CPU" in k and key not in k and not k & general}
-    # torch takes these for its CPU tensors in place of what it takes on a device
-    return frozenset(n for n in found if "for_cpu" not in n and "mkldnn" not in n)
-
-
-def _refuse(func, name, args, flat, label) -> None:
-    """Raise what a device raises for tensors of two devices or kernels that it lacks."""
-    overload = func._schema.overload_name
-    if f"{name}.{overload}".rstrip(".") in lacking(label.type.upper()):
-        raise NotImplementedError(f"aten::{name} is not implemented for {label.type.upper()}")
-    ints = [x for x in flat if not x.dtype.is_floating_point and not x.dtype.is_complex]
-    if label.type == "cuda" and name in NO_INTEGERS and ints:
-        raise RuntimeError(f"{name} not implemented for {ints[0].dtype} on CUDA")
-    if label.type == "cuda" and name == "_int_mm":
-        (rows, depth), columns = args[0].shape, args[1].shape[1]
-        if rows <= 16 or depth % 8 or columns % 8:
-            raise RuntimeError(f"_int_mm on CUDA takes no {rows} x {depth} x {columns}")
-    if name in BETWEEN:
-        return
-    if name in INDEXED:
-        if not isinstance(args[0], Labelled):
-            raise RuntimeError(f"{name}: indices on {label} for a tensor on {args[0].device}")
-        flat = [x for x in (args[0], *args[2:3]) if isinstance(x, torch.Tensor)]
-    takes_scalars = (
-        torch.Tag.pointwise in func.tags or name in SCALARS | INDEXED or "foreach" in name
-    )
-    is_in_place = name.endswith("_") and not name.endswith("__")
-    for place, x in enumerate(flat):
-        is_free = x.dim() == 0 and takes_scalars and not (is_in_place and place == 0)
-        if not isinstance(x, Labelled) and not is_free:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {name} got {label} and "
-                f"{x.device} {list(x.shape)}"
-            )
 
 
 @contextlib.contextmanager

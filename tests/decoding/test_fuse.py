@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -145,6 +146,36 @@ def test_two_threads_give_the_same():
         assert torch.equal(decode(model, 3), expected)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("connection", ["residual", "sphere"])
+def test_threads_with_caches_of_their_own_do_not_mix(connection):
+    """The addresses of one thread's cache were the next one's: another text, or a crash."""
+    model = make(connection)
+    quantize(model, "W8A8-KV8")
+    fuse(to_integer(model))
+
+    @torch.no_grad()
+    def write(start: int) -> torch.Tensor:
+        cache, found = model.new_cache(), []
+        model((IDS[:1] + start) % 61, cache=cache)
+        for step in range(20):
+            found.append(model(torch.tensor([[(start + step) % 61]]), cache=cache).logits)
+        return torch.cat(found, 1)
+
+    expected, wrong = [write(start) for start in range(3)], []
+
+    def work(start: int) -> None:
+        for _ in range(8):
+            if not torch.equal(write(start), expected[start]):
+                wrong.append(start)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_crop_reorder_and_long_texts():

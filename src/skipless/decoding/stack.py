@@ -7,6 +7,7 @@ and C9 are y = a x + b f + c x0 with numbers or vectors that are read from their
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from skipless.model import connections as kinds
 from skipless.model.cache import KeyValueCache
 from skipless.model.connections import Connection
 from skipless.model.context import ForwardContext
-from skipless.quant.integers.fused import StackStep
+from skipless.quant.integers.stacked import StackStep
 
 Weight = float | Tensor
 
@@ -42,6 +43,7 @@ class Stack:
 
     def __init__(self, states: list[BlockState]) -> None:
         self.states = states
+        self._turn = threading.Lock()
         self.prepare()
 
     def prepare(self) -> None:
@@ -74,6 +76,7 @@ class Stack:
         twin = Stack.__new__(Stack)
         memo[id(self)] = twin
         twin.is_ready = False
+        twin._turn = threading.Lock()
         twin.states = copy.deepcopy(self.states, memo)
         return twin
 
@@ -92,6 +95,10 @@ class Stack:
             return None
         if not one_token(stream, context, state.record):
             return None
+        with self._turn:  # the step holds the addresses of one cache, and threads have their own
+            return self._run(stream, context)
+
+    def _run(self, stream: Tensor, context: ForwardContext) -> Tensor | None:
         if not self.is_ready:
             self.prepare()
         if sum_of_hooks(self._hooks) != self._num_hooks:
@@ -104,9 +111,9 @@ class Stack:
             if not all(s.layer is None or s.holds(cache) for s in self.states):
                 return None
             self._look_up(cache, len(stream))
-        if state.record.state.unseen:
-            for other in self.states:
-                state.record.state.unseen -= other.names
+        unseen = self.states[0].record.state.unseen
+        for state in self.states if unseen else ():
+            unseen -= state.names
         context.is_finished = True
         self._next = cache.length + 1
         return self.step.run(stream, context.embedding, context.rotary, cache.length)

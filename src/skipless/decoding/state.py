@@ -114,15 +114,16 @@ class BlockState:
 
         Raises UserError when the cache holds another number of sequences.
         """
-        pair = self._address(cache, "key", 0), self._address(cache, "value", 1)
-        held = len(self._known[0][3])
+        keys, values = self._address(cache, "key", 0), self._address(cache, "value", 1)
+        held = len(keys[3])
         if held != rows:
             raise UserError(
                 f"the cache holds a batch of {held} and the input has {rows}; start a new cache"
             )
-        return pair
+        return keys[2], values[2]
 
-    def _address(self, cache: KeyValueCache, name: str, place: int) -> Any:
+    def _address(self, cache: KeyValueCache, name: str, place: int) -> tuple:
+        """(store, its capacity, the structure, codes, scales) with room for one more token."""
         store = cache.stores[self.layer, name]  # pyright: ignore[reportArgumentType]
         known = self._known[place]
         if known is None or known[0] is not store or known[1] <= cache.length:
@@ -133,7 +134,7 @@ class BlockState:
         elif known[3] is not _held(store):
             self._known[place] = None
             return self._address(cache, name, place)
-        return known[2]
+        return known
 
     def build(self) -> None:
         """Make the structures. Raises UserError for what no step covers."""

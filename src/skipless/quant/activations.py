@@ -41,6 +41,10 @@ class _Pass(threading.local):
         self.clear()
 
     def clear(self) -> None:
+        self.is_open = False
+        """Whether the whole model runs, at whose end `finite` is read."""
+        self.records_gradient = False
+        """Whether `result` was made where gradients are recorded."""
         self.source: tuple[weakref.ref[Tensor], int] | None = None
         self.result: tuple[Tensor, int] | None = None
         self.scale: Tensor | None = None
@@ -65,6 +69,8 @@ class ForwardState:
         now = self._pass
         if key != now.key or now.source is None or now.result is None:
             return None
+        if torch.is_grad_enabled() and not now.records_gradient:
+            return None  # it would pass no gradient on
         if torch.is_inference(x):
             return None
         result, version = now.result
@@ -80,6 +86,7 @@ class ForwardState:
         now.codes = None
         if not torch.is_inference(x) and not torch.is_inference(result):
             now.key, now.scale = key, scale
+            now.records_gradient = torch.is_grad_enabled()
             now.source = (weakref.ref(x), x._version)
             now.result = (result, result._version)
 
@@ -101,10 +108,13 @@ class ForwardState:
             self._pass.codes = (weakref.ref(x), x._version, key, codes, scale)
 
     def note_scale(self, name: str, scale: Tensor) -> None:
-        self._pass.finite.append((name, torch.isfinite(scale).all()))
+        """Remember whether a site's range was finite; nobody asks when a part runs by itself."""
+        if self._pass.is_open:
+            self._pass.finite.append((name, torch.isfinite(scale).all()))
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         self._pass.clear()
+        self._pass.is_open = True
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         finite = self._pass.finite

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from skipless.compiled import unwrapped
 from skipless.errors import UserError
-from skipless.quant.apply import Quantization, quantization, quantize
+from skipless.quant.apply import Quantization, quantization, quantize, restore
 from skipless.quant.bits import SUFFIXES, pack_weight, unpack_weight
 from skipless.quant.fake import Codes
 from skipless.quant.scheme import Scheme
@@ -161,10 +161,11 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
     )  # fmt: skip
     record = quantization(model)
     assert record is not None, "quantize leaves a record"
+    if missing := [weight.name for weight in record.weights if weight.name not in codes]:
+        restore(model)
+        raise UserError(f"the file has no codes of {missing[0]}; it belongs to another model")
     originals = {str(_dynamic(part)): part for part in scheme.parts()}
     for weight in record.weights:
-        if weight.name not in codes:
-            raise UserError(f"the file has no codes of {weight.name}; it belongs to another model")
         _put(weight, codes[weight.name])
         weight.scheme = originals.get(str(weight.scheme), weight.scheme)
     for site in record.activations:

@@ -142,7 +142,7 @@ class QuantizedTraining:
                 weight.swap()
             learned = {site.site.name: site.clip for site in self.sites}
             for site in record.activations:
-                site.fix(learned[site.site.name].detach().abs())
+                site.fix(learned[site.site.name].detach())
         return self.model
 
     def state_dict(self) -> dict[str, Tensor]:

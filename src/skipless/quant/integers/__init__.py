@@ -11,4 +11,6 @@ hardware.py     which of them is right and fast on this machine
 packing.py      codes as bytes
 building.py     compiling kernels/ on first use
 fused.py        one new token through attention or an MLP in one C++ call
+stacked.py      through a whole stack in one
+structures.py   what those calls are told
 """

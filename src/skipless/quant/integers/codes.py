@@ -26,7 +26,8 @@ def site_codes(
     """
     state, key = site.state, site.key
     rows = x.reshape(-1, x.shape[-1]) if rows is None else rows
-    if (known := state.remembered_codes(x, key)) is not None:
+    known = state.remembered_codes(x, key)
+    if known is not None and known[0].shape == rows.shape:  # a convolution's are laid out otherwise
         return known
     if (scale := state.remembered_scale(x, key)) is not None and bool(torch.isfinite(scale).all()):
         grid = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows

@@ -182,10 +182,10 @@ def _fused(own: Executed, x: Tensor, bias: Tensor | None) -> Tensor | None:
 def _shared_codes(own: Executed, x: Tensor) -> tuple[Tensor, Tensor]:
     """`site_codes`, noting whether layers that read the same tensor come after one another."""
     site = own.quantizer
-    if (known := site.state.remembered_codes(x, site.key)) is not None:
+    if site.state.remembered_codes(x, site.key) is None:
+        own.sharing.made_by(own)
+    else:
         own.sharing.used = True
-        return known
-    own.sharing.made_by(own)
     return site_codes(site, x)
 
 

@@ -1,9 +1,9 @@
 """One new token through attention or an MLP in one C++ call: the arguments of those calls (Q4).
 
-Structures as in `kernels/decode.hpp`, made once for a sublayer from its integer layers; a step then
-hands over addresses only. The integers are those of the layers themselves. Knows linear layers,
-norms as tensors and numbers, and stores of keys and values; which module is which is the caller's
-to say (`skipless.decoding`).
+`structures` are filled once for a sublayer from its integer layers; a step then hands over
+addresses only. The integers are those of the layers themselves. Knows linear layers, norms as
+tensors and numbers, and stores of keys and values; which module is which is the caller's to say
+(`skipless.decoding`).
 """
 
 from __future__ import annotations
@@ -21,60 +21,18 @@ from skipless.quant.integers import building
 from skipless.quant.integers.executing import in_panels
 from skipless.quant.integers.hardware import fastest_kernel
 from skipless.quant.integers.layers import integer_state
+from skipless.quant.integers.structures import (
+    ACTIVATIONS,
+    NORMS,
+    Attention,
+    Linear,
+    Mlp,
+    Norm,
+    Rounding,
+    Store,
+)
 from skipless.quant.kvcache import PackedTensor
 from skipless.sites import bias_of
-
-_I64, _I32, _F32, _ADDRESS = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
-NORMS = {"none": 0, "rmsnorm": 1, "layernorm": 2}
-ACTIVATIONS = {"gelu": 0, "relu": 1, "relu2": 2, "swiglu": 3}
-
-
-class _Linear(ctypes.Structure):
-    _fields_ = [
-        ("w", _ADDRESS), ("column_scale", _ADDRESS), ("bias", _ADDRESS), ("inputs", _I64),
-        ("groups", _I64), ("columns", _I64), ("block", _I64), ("form", _I32), ("limit", _I32),
-        ("per_row", _I32), ("step", _F32),
-    ]  # fmt: skip
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = [("weight", _ADDRESS), ("bias", _ADDRESS), ("epsilon", _F32), ("kind", _I32)]
-
-
-class _Rounding(ctypes.Structure):
-    _fields_ = [("kind", _I32), ("limit", _I32), ("per_head", _I32), ("step", _F32)]
-
-
-class _Store(ctypes.Structure):
-    _fields_ = [("codes", _ADDRESS), ("scales", _ADDRESS), ("capacity", _I64)]
-
-
-class _Attention(ctypes.Structure):
-    _fields_ = [
-        ("norm", _Norm), ("q", _Linear), ("k", _Linear), ("v", _Linear), ("o", _Linear),
-        ("key", _Rounding), ("value", _Rounding), ("heads", _I64), ("groups", _I64),
-        ("size", _I64), ("head_scale", _ADDRESS), ("identity_bias", _ADDRESS),
-    ]  # fmt: skip
-
-
-class _Mlp(ctypes.Structure):
-    _fields_ = [
-        ("norm", _Norm), ("gate", _Linear), ("up", _Linear), ("down", _Linear),
-        ("activation", _I64),
-    ]  # fmt: skip
-
-
-class _Join(ctypes.Structure):
-    _fields_ = [
-        ("a", _ADDRESS), ("b", _ADDRESS), ("c", _ADDRESS), ("a_is_one", _I64), ("after", _Norm),
-    ]  # fmt: skip
-
-
-class _Sublayer(ctypes.Structure):
-    _fields_ = [
-        ("kind", _I64), ("attention", _ADDRESS), ("mlp", _ADDRESS), ("join", _Join),
-        ("keys", _Store), ("values", _Store),
-    ]  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -95,8 +53,8 @@ class Step:
                 site.state.note_scale(site.site.name, torch.tensor(torch.nan))
 
 
-class _Builder:
-    """Collects one sublayer's pieces."""
+class Builder:
+    """Fills structures and keeps what their addresses point to."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -112,7 +70,7 @@ class _Builder:
         self.kept.append(tensor)
         return tensor.data_ptr()
 
-    def linear(self, module: nn.Module) -> _Linear:
+    def linear(self, module: nn.Module) -> Linear:
         """Of a layer that runs on integers. Raises UserError for another."""
         own = integer_state(module)
         if own is None:
@@ -125,7 +83,7 @@ class _Builder:
         self.engine, site = engine.name, own.quantizer
         form, block = engine.form(prepared)
         self.kept.append(prepared)
-        return _Linear(
+        return Linear(
             w=prepared.data.data_ptr(), column_scale=prepared.column_scale.data_ptr(),
             bias=self.address(bias_of(module)), inputs=prepared.problem.in_features,
             groups=prepared.data.shape[1], columns=prepared.problem.out_features, block=block,
@@ -133,8 +91,8 @@ class _Builder:
             per_row=int(site.granularity == "token"), step=_step(site),
         )  # fmt: skip
 
-    def norm(self, kind: str, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> _Norm:
-        return _Norm(
+    def norm(self, kind: str, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Norm:
+        return Norm(
             weight=self.address(weight), bias=self.address(bias), epsilon=epsilon,
             kind=NORMS[kind],
         )  # fmt: skip
@@ -163,13 +121,13 @@ def _step(site: ActivationQuantizer) -> float:
     return float(clip.clamp_min(torch.finfo(torch.float32).tiny * limit) / limit)
 
 
-def _rounding(site: ActivationQuantizer | None) -> _Rounding:
+def _rounding(site: ActivationQuantizer | None) -> Rounding:
     if site is None:
-        return _Rounding(kind=0, limit=0, per_head=0, step=-1.0)
+        return Rounding(kind=0, limit=0, per_head=0, step=-1.0)
     packed = PackedTensor(site.bits, symmetric=site.symmetric)
     if packed.dtype != torch.int8:
         raise UserError(f"{site.site.name} is kept in more than 8 bits, which no fused step reads")
-    return _Rounding(
+    return Rounding(
         kind=2 if packed.nibbles else 1, limit=2 ** (site.bits - 1) - 1,
         per_head=int(site.granularity == "token"), step=_step(site),
     )  # fmt: skip
@@ -190,9 +148,9 @@ def attention_step(
     multiplies the logits; `key` and `value` quantise the cache, None keeps float32. Raises
     UserError, leaving everything alone, for what no step covers.
     """
-    make = _Builder()
+    make = Builder()
     q, k, v, o = (make.linear(module) for module in projections)
-    structure = _Attention(
+    structure = Attention(
         norm=make.norm(*norm), q=q, k=k, v=v, o=o, key=_rounding(key), value=_rounding(value),
         heads=heads[0], groups=heads[1], size=heads[2], head_scale=make.address(head_scale),
         identity_bias=make.address(identity_bias),
@@ -209,9 +167,9 @@ def mlp_step(
     activation: str,
 ) -> Step:
     """The step of an MLP sublayer; arguments as in `attention_step`."""
-    make = _Builder()
-    structure = _Mlp(
-        norm=make.norm(*norm), gate=make.linear(gate) if gate is not None else _Linear(),
+    make = Builder()
+    structure = Mlp(
+        norm=make.norm(*norm), gate=make.linear(gate) if gate is not None else Linear(),
         up=make.linear(up), down=make.linear(down), activation=ACTIVATIONS[activation],
     )  # fmt: skip
     return make.done(structure, "mlp_step", [_site(up), _site(down)])
@@ -223,11 +181,11 @@ def _site(module: nn.Module) -> ActivationQuantizer:
     return own.quantizer
 
 
-def store_of(tensor: Tensor, scales: Tensor | None) -> _Store:
+def store_of(tensor: Tensor, scales: Tensor | None) -> Store:
     """Where a step finds keys or values [B, G, capacity, ...] and their scales. Raises UserError
     for those of another device."""
     _check_place(tensor)
-    return _Store(
+    return Store(
         codes=tensor.data_ptr(), scales=None if scales is None else scales.data_ptr(),
         capacity=tensor.shape[2],
     )  # fmt: skip
@@ -267,77 +225,6 @@ def run_mlp(step: Step, x: Tensor) -> Tensor:
     if bad:
         step.report(bad)
     return out
-
-
-class StackStep:
-    """Sublayers of a whole stack in the order they run; `add` them, `finish`, then `run`."""
-
-    def __init__(self) -> None:
-        self._made = _Builder()
-        self._sublayers: list[_Sublayer] = []
-        self._steps: list[Step | None] = []
-
-    def add(
-        self, step: Step | None, weights: tuple[Any, Any, Any],
-        after: tuple[str, Tensor | None, Tensor | None, float], width: int,
-    ) -> None:  # fmt: skip
-        """A sublayer (None: nothing but `after`) with a, b, c of its join, numbers or tensors."""
-        a, b, c = weights
-        join = _Join(
-            a=None if _is(a, 0.0) or _is(a, 1.0) else self._vector(a, width),
-            b=None if _is(b, 1.0) else self._vector(b, width),
-            c=None if _is(c, 0.0) else self._vector(c, width),
-            a_is_one=int(_is(a, 1.0)), after=self._made.norm(*after),
-        )  # fmt: skip
-        is_attention = step is not None and isinstance(step.structure, _Attention)
-        address = None if step is None else ctypes.addressof(step.structure)
-        self._sublayers.append(
-            _Sublayer(
-                kind=2 if step is None else 0 if is_attention else 1,
-                attention=address if is_attention else None,
-                mlp=None if is_attention else address, join=join,
-            )
-        )  # fmt: skip
-        self._steps.append(step)
-
-    def _vector(self, value: Any, width: int) -> int | None:
-        whole = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(width)
-        return self._made.address(whole.contiguous())
-
-    def finish(self) -> None:
-        """Put them in one piece of memory."""
-        self._array = (_Sublayer * len(self._sublayers))(*self._sublayers)
-        self._attentions = [n for n, sub in enumerate(self._sublayers) if sub.kind == 0]
-        self._known: list[Any] = [None] * len(self._attentions)
-        step = next(step for step in self._steps if step is not None)
-        self._function = step.loaded.skipless_stack_step
-
-    def keep(self, place: int, stores: tuple[_Store, _Store]) -> None:
-        """Where the `place`-th attention finds its keys and values."""
-        known = self._known[place]
-        if known is None or known[0] is not stores[0] or known[1] is not stores[1]:
-            sublayer = self._array[self._attentions[place]]
-            sublayer.keys, sublayer.values = stores
-            self._known[place] = stores
-
-    def run(
-        self, x: Tensor, embedding: Tensor | None, tables: tuple[Tensor, Tensor] | None, past: int
-    ) -> Tensor:
-        """The stream [B, 1, D] after the last sublayer; `x` is not changed."""
-        first = x.contiguous() if embedding is None else embedding.contiguous()
-        out = x.clone(memory_format=torch.contiguous_format)
-        cosine, sine = (None, None) if tables is None else (t.data_ptr() for t in tables)
-        bad = self._function(
-            self._array, len(self._array), out.data_ptr(), first.data_ptr(), x.shape[0],
-            x.shape[-1], cosine, sine, past, torch.get_num_threads(),
-        )  # fmt: skip
-        if bad >= 0 and (step := self._steps[bad // 16]) is not None:
-            step.report(bad % 16)
-        return out
-
-
-def _is(value: Any, number: float) -> bool:
-    return not isinstance(value, Tensor) and value == number
 
 
 def dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -136,8 +136,9 @@ def gptq(
 ) -> Codes:
     """Codes of `matrix` [out, in] on the grid of `scheme` for inputs with X^T X = `hessian` (Q5).
 
-    int16 codes (asymmetric ones with the zero point taken off) and scales in the shape of the
-    scheme's groups, as `fake.integer_codes` gives. Raises UserError for values that are not finite.
+    int16 codes (int32 at 16 bits; asymmetric ones with the zero point taken off) and scales in the
+    shape of the scheme's groups, as `fake.integer_codes` gives. Raises UserError for values that
+    are not finite.
     """
     hessian = hessian.to(matrix.device, _precise(matrix)).clone()
     return _codes(matrix, *_factor(hessian, damping, act_order), scheme)
@@ -171,7 +172,9 @@ def _codes(matrix: Tensor, upper: Tensor, order: Tensor | None, scheme: Scheme) 
         w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
     if order is not None:
         codes = codes[order.argsort()]
-    return Codes(codes.T.to(torch.int16).reshape(shape), step)
+    # With the zero point taken off, 16-bit codes reach up to 65,535.
+    whole = torch.int16 if scheme.weight_bits < 16 else torch.int32
+    return Codes(codes.T.to(whole).reshape(shape), step)
 
 
 def _factor(hessian: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor | None]:

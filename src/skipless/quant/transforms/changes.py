@@ -60,19 +60,20 @@ class InputChange:
 
     def __init__(self) -> None:
         self.steps: list[Callable[[Tensor], Tensor]] = []
-        self._last: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._last: tuple[weakref.ref[Tensor], int, bool, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         traceable = not torch.is_inference(x)
         if self._last is not None and traceable:
-            source, version, result = self._last
-            if source() is x and version == x._version:
+            source, version, records_gradient, result = self._last
+            usable = records_gradient or not torch.is_grad_enabled()
+            if source() is x and version == x._version and usable:
                 return result
         result = x
         for step in self.steps:
             result = step(result)
         if traceable:
-            self._last = (weakref.ref(x), x._version, result)
+            self._last = weakref.ref(x), x._version, torch.is_grad_enabled(), result
         return result
 
     def hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:

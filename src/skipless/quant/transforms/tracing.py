@@ -42,7 +42,7 @@ class Group:
 def small_batch(batch: Any, size: int = 2) -> Any:
     """The first `size` rows of every tensor in a batch."""
     if isinstance(batch, Tensor):
-        return batch[:size]
+        return batch[:size] if batch.dim() else batch
     if isinstance(batch, Mapping):
         return {key: small_batch(value, size) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -141,4 +141,6 @@ def _shared_weights(model: nn.Module) -> set[str]:
 
 
 def _place(tensor: Tensor) -> tuple:
-    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+    """Equal for views of one tensor with the same channels, which a transposed one has not."""
+    channels = tensor.shape[-1:], tensor.stride()[-1:]
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype, *channels

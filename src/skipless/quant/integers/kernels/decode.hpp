@@ -20,7 +20,7 @@
 
 namespace skipless {
 
-// The layouts of these four are repeated in integers/fused.py.
+// integers/structures.py repeats the layouts of the structs that steps are told.
 struct Linear {
   const int8_t* w;
   const float* column_scale;

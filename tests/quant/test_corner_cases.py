@@ -1,0 +1,171 @@
+"""Where two things that are each right meet: shared tensors, gradients, wide codes, odd batches."""
+
+import pytest
+import torch
+from torch import nn
+
+from skipless.errors import UserError
+from skipless.quant import (
+    fake_quantize,
+    integer_codes,
+    quantization,
+    quantize,
+    quantized,
+    restore,
+    to_integer,
+    train_quantized,
+)
+from skipless.quant.methods.gptq import gptq
+from skipless.quant.saved import resume, saved_form
+from skipless.quant.scheme import Scheme
+from skipless.quant.transforms.tracing import read_groups
+
+
+class Twice(nn.Module):
+    """One tensor is read once without gradients, then with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.main = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return self.main(x) * gate
+
+
+@pytest.mark.parametrize("method", ["rtn", "hadamard"])
+def test_a_tensor_rounded_without_gradients_still_passes_them_on(method):
+    torch.manual_seed(0)
+    net, x = Twice(), torch.randn(4, 8, requires_grad=True)
+    quantize(net, "W8A8", method=method, calibration=[x.detach()])
+    net(x).sum().backward()
+    assert x.grad is not None and float(x.grad.abs().sum()) > 0.1
+
+
+class Both(nn.Module):
+    """A convolution and a linear layer read the same tensor."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+        self.conv, self.linear = nn.Conv1d(4, 4, 1), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return sum(getattr(self, name)(x) for name in self.order)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [("conv", "linear"), ("linear", "conv")])
+@pytest.mark.parametrize("scheme", ["W8A8", "W8A8-static", "W8A8-a:token"])
+def test_a_convolution_and_a_linear_layer_share_codes(order, scheme):
+    torch.manual_seed(0)
+    net, x = Both(order).eval(), torch.randn(2, 4, 6)
+    quantize(net, scheme, include_convolutions=True, calibration=[x])
+    simulated = net(x)
+    to_integer(net)
+    for _ in range(3):  # the first passes find out who shares codes
+        torch.testing.assert_close(net(x), simulated, rtol=1e-4, atol=1e-5)
+
+
+def test_sixteen_bits_with_a_zero_point_do_not_wrap_around():
+    """Codes of positive weights reach 65,535 once the zero point is taken off."""
+    torch.manual_seed(0)
+    matrix, scheme = torch.rand(4, 8) + 0.5, Scheme.parse("W16Afp-asym")
+    codes = gptq(matrix, torch.eye(8), scheme)
+    assert torch.allclose(codes.dequantize(), matrix, atol=1e-4)
+    net, x = nn.Sequential(nn.Linear(8, 4)), torch.randn(16, 8)
+    net[0].weight.data = matrix
+    with quantized(net, scheme, method="gptq", calibration=[x]):
+        assert torch.allclose(net[0].weight, matrix, atol=1e-4)
+        tensors, about = saved_form(net)
+        fresh = nn.Sequential(nn.Linear(8, 4))
+        resume(fresh, tensors, about)
+        assert torch.equal(fresh[0].weight, net[0].weight)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [0.8, 1e-3, -0.5])
+def test_finish_keeps_what_a_learned_clip_has_become(value):
+    """Also one that training has driven below zero, where everything is rounded to zero."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(16, 8)
+    training = train_quantized(net, "W4A4 from=0", learned_clips=True, calibration=[x])
+    training.at(1.0)
+    training.clips[0].fill_(value)
+    while_training = net(x)
+    training.finish()
+    torch.testing.assert_close(net(x), while_training)
+    to_integer(net)
+    torch.testing.assert_close(net(x), while_training)
+
+
+class Mixer(nn.Module):
+    """Tokens and channels of one tensor are mixed, and there are as many of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.channels, self.tokens = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.channels(x) + self.tokens(x.mT).mT
+
+
+@torch.no_grad()
+def test_a_tensor_and_its_transpose_are_two():
+    torch.manual_seed(0)
+    net, x = Mixer().eval(), torch.randn(3, 8, 8) * torch.linspace(0.1, 3, 8)
+    assert [group.names for group in read_groups(net, x)] == [("channels",), ("tokens",)]
+    scheme, rows = Scheme.parse("W3Afp-w:channel"), x.mT.reshape(-1, 8)
+    expected = gptq(net.tokens.weight, rows.T @ rows, scheme).dequantize()
+    with quantized(net, scheme, method="gptq", calibration=[x]):
+        assert torch.equal(net.tokens.weight, expected)
+
+
+@torch.no_grad()
+def test_a_batch_may_hold_a_tensor_without_rows():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x, scale):
+            return self.linear(x) * scale
+
+    net, batch = Scaled(), {"x": torch.randn(4, 8), "scale": torch.tensor(2.0)}
+    exact = net(**batch)
+    with quantized(net, "W8A8", method="smooth", calibration=[batch]):
+        assert torch.allclose(net(**batch), exact, atol=0.1)
+
+
+def test_a_model_that_the_file_does_not_cover_is_left_unquantised():
+    torch.manual_seed(0)
+    tensors, about = saved_form(quantize(nn.Sequential(nn.Linear(8, 8)), "W4A8"))
+    larger = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    about["layers"] = []  # as of a model without blocks
+    with pytest.raises(UserError, match=r"no codes of 1\.weight"):
+        resume(larger, tensors, about)
+    assert quantization(larger) is None
+    larger(torch.randn(2, 8))
+
+
+@torch.no_grad()
+def test_parts_of_a_model_run_alone_without_piling_up():
+    """Hooks of the whole model, which empty the memory of a pass, do not run then."""
+    net = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+    quantize(net, "W8A8")
+    x, state = torch.randn(4, 8), quantization(net).state
+    for _ in range(5):
+        net[0](x + 1)
+    assert not state._pass.finite
+    assert torch.equal(
+        net[0](x), (fake_quantize(x, 8) @ net[0][0].weight.T + net[0][0].bias).relu()
+    )
+    with pytest.raises(UserError, match="NaN or infinity reached 0.0:input"):
+        net(x * torch.nan)
+    restore(net)
+
+
+def test_codes_of_wide_asymmetric_values_fit():
+    codes = integer_codes(torch.rand(64) + 1, 16, symmetric=False)
+    assert int(codes.codes.max()) > 32767
