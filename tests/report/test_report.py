@@ -249,6 +249,16 @@ def test_an_unfinished_run_is_marked_in_the_page_and_in_the_terminal(make, tmp_p
     assert len(marked) == 1 and marked[0].split()[0] == "mine"
 
 
+def test_rows_of_one_label_are_told_apart(make, tmp_path):
+    runs = [
+        make(tmp_path / where, label=label, layers=layers)
+        for where, label, layers in (("a/x", "mine", 8), ("b/x", "mine", 6), ("y", "mine", 4),
+                                     ("z", "other", 3))
+    ]  # fmt: skip
+    labels = [row.label for row in compare(load_runs(runs)).rows]
+    assert labels == [f"mine ({runs[0]})", f"mine ({runs[1]})", "mine (y)", "other"]
+
+
 def test_why_a_gap_is_not_to_be_built_upon(make, tmp_path):
     free = ConnectionConfig(kind="none")
     cases = (

@@ -51,18 +51,22 @@ def compare(runs: Sequence[RunData]) -> Comparison:
     groups: dict[str, list[RunData]] = {}
     for run in runs:
         groups.setdefault(_signature(run), []).append(run)
-    labels = [group[0].label for group in groups.values()]
-    table = tuple(
-        _row(
-            group,
-            f"{group[0].label} ({group[0].path.name})"
-            if labels.count(group[0].label) > 1
-            else group[0].label,
-        )
-        for group in groups.values()
-    )
+    labels = _labels([group[0] for group in groups.values()])
+    table = tuple(map(_row, groups.values(), labels))
     table = _marked(table)
     return Comparison(rows=table, pairs=tuple(_pairs(table)), caveats=tuple(_caveats(table)))
+
+
+def _labels(runs: Sequence[RunData]) -> list[str]:
+    """A label a run, no two alike: with the folder's name where labels are, with its path where
+    names are too."""
+    found = [run.label for run in runs]
+    for more in (lambda run: run.path.name, lambda run: str(run.path)):
+        found = [
+            f"{run.label} ({more(run)})" if found.count(label) > 1 else label
+            for run, label in zip(runs, found, strict=True)
+        ]
+    return found
 
 
 def _marked(table: Sequence[Row]) -> tuple[Row, ...]:

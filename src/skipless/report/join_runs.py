@@ -60,6 +60,7 @@ def ratio_over_time(run: RunData, *, after_warm_up: bool = False) -> Curve:
 
 
 def first_over_last(norms: dict[float, float]) -> float | None:
+    """Norm of the first layer over that of the last; None for one layer and for a last one of 0."""
     values = list(norms.values())
     return values[0] / values[-1] if len(values) > 1 and values[-1] > 0 else None
 
@@ -113,6 +114,7 @@ def _mean_gain(gains: Any, gain: str) -> float | None:
 
 
 def final_gains(runs: Sequence[RunData]) -> dict[str, float]:
+    """{gain: mean over joins and runs of the last traced values}, as in `JoinRow.gains`."""
     last = [next((r["gains"] for r in reversed(run.metrics) if r.get("gains")), {}) for run in runs]
     names = dict.fromkeys(key.split(".")[-1] for gains in last for key in gains)
     found = {name: mean(_mean_gain(gains, name) for gains in last) for name in names}
