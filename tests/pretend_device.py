@@ -34,7 +34,7 @@ RESHAPES = {"t_", "transpose_", "squeeze_", "unsqueeze_", "resize_", "swapdims_"
 WAITS = {"_local_scalar_dense", "equal", "nonzero", "unique_dim", "_unique2", "masked_select"}
 """Operations whose answer the host waits for."""
 C_CALLERS = (
-    "integers/native.py", "integers/fused.py", "integers/stacked.py", "diagnose/kernel.py", "optim/",
+    "integers/native.py", "integers/fused.py", "integers/stacked.py", "diagnose/kernel.py",
 )  # fmt: skip
 """Files of the package whose data_ptr() goes to C++."""
 

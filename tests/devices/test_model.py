@@ -32,10 +32,15 @@ def small(**settings) -> Transformer:
     ) | settings))  # fmt: skip
 
 
-def universal(aligner: str, **settings) -> Transformer:
+def universal(aligner: str, rank=4, **settings) -> Transformer:
     """Chunks of 4, and a value for every zero start."""
     chosen = UniversalConfig(
-        aligner=aligner, chunk_size=4, winsor_window=5, rank=4, winsor=1.5, gate_feature="entropy"
+        aligner=aligner,
+        chunk_size=4,
+        winsor_window=5,
+        rank=rank,
+        winsor=1.5,
+        gate_feature="entropy",
     )
     model = small(connection=ConnectionConfig(kind="universal", universal=chosen), **settings)
     generator = torch.Generator().manual_seed(3)
@@ -168,3 +173,43 @@ def test_gradients_of_prefix_moments_in_float32():
         (r.to(dtype) * (variance + 1e-8).sqrt()).sum().backward()
         found.append(z.grad.double())
     assert (found[1] - found[0]).norm() < 1e-3 * found[0].norm()
+
+
+FUSED = "_scaled_dot_product_flash_attention"
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("what", ["identity bias", "universal"])
+def test_fused_kernels_of_half_precision(monkeypatch, what, has_kernel):
+    """On cards that have them; others (before Ampere) compute the same by torch's own choice."""
+    cuda = torch.backends.cuda
+    monkeypatch.setattr(cuda, "is_flash_attention_available", lambda: True)  # so it was built
+    monkeypatch.setattr(cuda, "can_use_flash_attention", lambda params: has_kernel)
+    model = (universal("mean", rank=8) if what == "universal"
+             else small(init=InitConfig(std=0.3, identity_bias=1.0)))  # fmt: skip
+    twin = copy.deepcopy(model)
+    expected = model(IDS, labels=IDS)
+    expected.loss.backward()
+    with pretend("cuda") as device:
+        twin.to("cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found = twin(IDS.to("cuda"), labels=IDS.to("cuda"))
+        found.loss.backward()
+        assert bool(device.ops[FUSED]) == bool(device.ops[f"{FUSED}_backward"]) == has_kernel
+        assert float(found.loss.detach()) == pytest.approx(float(expected.loss.detach()), abs=0.1)
+        for name, p in twin.named_parameters():
+            own = model.get_parameter(name).grad
+            if own is not None and own.ndim > 1:
+                assert (p.grad.cpu() - own).norm() < 0.15 * own.norm() + 1e-3, name
+
+
+def test_the_kernels_take_what_they_are_given():
+    """Called by position: torch's order of arguments and results."""
+    forward = getattr(torch.ops.aten, FUSED).default._schema
+    backward = getattr(torch.ops.aten, f"{FUSED}_backward").default._schema
+    given = [a.name for a in forward.arguments[:6]]
+    assert given == ["query", "key", "value", "dropout_p", "is_causal", "return_debug_mask"]
+    between = [a.name for a in forward.returns[:6]]
+    assert between == ["output", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"]
+    assert [a.name for a in backward.arguments[1:10]] == given[:3] + ["out", *between[1:]]
+    assert [a.name for a in backward.arguments[10:12]] == given[3:5]

@@ -83,12 +83,10 @@ def suits(q: Tensor) -> bool:
         return False
     if q.device.type == "cpu":
         return q.dtype in (torch.float32, torch.float64, torch.bfloat16)
-    return (
-        q.device.type == "cuda"
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] % 8 == 0
-        and torch.backends.cuda.is_flash_attention_available()
-    )
+    if q.device.type != "cuda" or q.shape[-1] % 8:  # torch pads other sizes before it asks
+        return False
+    cuda = torch.backends.cuda  # knows the card, too: none before Ampere has the kernel
+    return cuda.can_use_flash_attention(cuda.SDPAParams(q, q, q, None, 0.0, True, False))
 
 
 def diagonal_attention(
