@@ -185,6 +185,16 @@ def test_names_that_lm_eval_does_not_know(tmp_path):
              own_tokenizer(tmp_path))  # fmt: skip
 
 
+def test_a_model_that_sees_later_tokens(folder, tmp_path):
+    from skipless.hf.converting import from_transformer
+
+    settings = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1,
+                "vocab_size": 300, "causal": False}  # fmt: skip
+    model = from_transformer(Transformer(ModelConfig.from_dict(settings)))
+    with pytest.raises(UserError, match="sees the tokens that it is asked for"):
+        run_lm_eval(model, hf_tokenizer(tmp_path), ["PIQA"], source=str(folder))
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [("mmlu", "cannot read its data"), ("gsm8k", "cannot read its data"),

@@ -70,17 +70,25 @@ def find_tasks(names: Iterable[str]) -> list[Task]:
     """The named tasks, each once; `core8` stands for all eight. Raises UserError for others."""
     found: dict[str, Task] = {}
     for name in names:
-        wanted = name.lower().replace("-", "_")
-        for one in CORE8 if wanted == "core8" else (ALIASES.get(wanted, wanted),):
-            if one not in TASKS.names():
-                raise UserError(
-                    f"unknown task {name!r}; {suggestion(wanted, ('core8', *TASKS.names()))} "
-                    "(--backend lm-eval has others)"
-                )
-            found[one] = TASKS.get(one)
+        ours = named(name)
+        if not ours:
+            near = suggestion(_plain(name), ("core8", *TASKS.names()))
+            raise UserError(f"unknown task {name!r}; {near} (--backend lm-eval has others)")
+        found |= {one: TASKS.get(one) for one in ours}
     if not found:
         raise UserError("no task was named; name some, or core8 for all eight")
     return list(found.values())
+
+
+def named(name: str) -> tuple[str, ...]:
+    """The tasks of ours that `name` stands for, in any case; () for none."""
+    wanted = _plain(name)
+    one = ALIASES.get(wanted, wanted)
+    return CORE8 if wanted == "core8" else (one,) if one in TASKS.names() else ()
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
 
 
 def _after(context: str, choices: Iterable[Any], gold: int) -> Item:

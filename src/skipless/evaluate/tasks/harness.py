@@ -21,12 +21,12 @@ import numpy as np
 from torch import nn
 
 from skipless.errors import UserError
-from skipless.evaluate.tasks.calling import depends_on_batch
-from skipless.evaluate.tasks.catalog import ALIASES, CORE8, TASKS, find_tasks
+from skipless.evaluate.tasks.calling import Caller, depends_on_batch
+from skipless.evaluate.tasks.catalog import find_tasks, named
 from skipless.evaluate.tasks.reading import Rows, read_rows
 from skipless.evaluate.tasks.running import FULL, parse_schemes, under
 from skipless.evaluate.tasks.statistics import bootstrap_interval
-from skipless.quant import Scheme
+from skipless.quant import Scheme, evaluation_mode, quantization
 
 PREFIX = "local_"
 BATCH_SIZE = 8
@@ -61,6 +61,11 @@ def run_lm_eval(
     files. Raises UserError where lm-eval is not installed, and for names it does not know.
     """
     lm_eval = import_lm_eval()
+    if (
+        quantization(model) is None
+    ):  # a range that all tokens share would look like seeing later ones
+        with evaluation_mode(model):
+            Caller(model).check_causal()
     parsed = parse_schemes(model, schemes, scope, calibration)
     calibration = None if calibration is None else list(calibration)
     ours, theirs = _sort_names(tasks)
@@ -97,20 +102,18 @@ def import_lm_eval() -> Any:
 
 def _sort_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
     """Names of our eight, and the others: lm-eval's own and files."""
-    ours: list[str] = []
-    theirs: list[str] = []
+    ours: dict[str, None] = {}
+    theirs: dict[str, None] = {}
     for name in tasks:
-        wanted = ALIASES.get(name, name)
-        for one in CORE8 if wanted == "core8" else (wanted,):
-            into = ours if one in TASKS.names() else theirs
-            if one not in into:
-                into.append(one)
+        found = named(name)
+        ours |= dict.fromkeys(found)
+        theirs |= {} if found else {name: None}
     if not ours and not theirs:
         raise UserError("no task was named; name some, or core8 for all eight")
     for name in theirs:
         if _is_file(name) and not Path(name).is_file():
             raise UserError(f"{name} does not exist; name a task's YAML file, or a task by name")
-    return ours, theirs
+    return list(ours), list(theirs)
 
 
 def _is_file(name: str) -> bool:

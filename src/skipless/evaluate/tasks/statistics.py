@@ -49,7 +49,7 @@ class Answers:
 
     def right(self, *, norm: bool = False) -> np.ndarray:
         """float64 [questions], 1 where the answer is right."""
-        return (self.norm_picks if norm else self.picks).__eq__(self.gold).astype(np.float64)
+        return np.equal(self.norm_picks if norm else self.picks, self.gold).astype(np.float64)
 
 
 def accuracy_with_error(right: np.ndarray) -> tuple[float, float | None]:
