@@ -12,6 +12,7 @@ ORDER = [
     ("unread", "files"),
     ("jsonable",),
     ("scheme",),
+    ("ranges",),
     ("checks",),
     ("interpolation_config",),
     ("connection_config",),

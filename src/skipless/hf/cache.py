@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from skipless.checks import is_whole
 from skipless.errors import UserError, check_choice
 from skipless.quant.kvcache import PackedTensor, code_tensor
+from skipless.ranges import is_whole
 
 __all__ = ["QuantizedCache", "QuantizedLayer"]
 

@@ -14,8 +14,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from skipless.checks import is_whole
 from skipless.errors import UserError
+from skipless.ranges import is_whole
 
 
 def window_start(length: int, limit: int) -> int:
@@ -142,6 +142,9 @@ def generate(
     check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     generator = torch.Generator().manual_seed(seed)
     limit, was_training = config.max_position_embeddings, model.training
+    # On an accelerator a token that is only looked up there is not waited for.
+    waits = temperature != 0 or input_ids.device.type == "cpu"
+    seen_largest: list[Tensor] = []
     model.eval()
     try:
         cache, start = None, 0
@@ -151,9 +154,15 @@ def generate(
                 cache, start = model.new_cache() if use_cache else None, wanted
             seen = cache.length if cache is not None else 0
             logits = model(input_ids[:, start + seen :], cache=cache, logits_to_keep=1).logits
-            token = sample(logits[:, -1], temperature, top_k, generator, top_p)
-            token = token.to(input_ids.device)
+            if waits:
+                token = sample(logits[:, -1], temperature, top_k, generator, top_p)
+                token = token.to(input_ids.device)
+            else:
+                largest, token = logits[:, -1].max(dim=-1)
+                seen_largest.append(largest)
             input_ids = torch.cat((input_ids, token[:, None]), dim=1)
+        if seen_largest:
+            _check_finite(torch.stack(seen_largest))
     finally:
         model.train(was_training)
     return input_ids

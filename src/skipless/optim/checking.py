@@ -14,8 +14,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from skipless.checks import is_real, is_whole
 from skipless.errors import UserError, suggestion
+from skipless.ranges import is_real, is_whole
 
 _BATCHED = "leave it out, products are batched by themselves"
 FROM_ELSEWHERE = {

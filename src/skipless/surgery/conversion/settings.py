@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from skipless import checks
+from skipless import ranges
 from skipless.errors import UserError, check_choice
 from skipless.jsonable import Config, check_named
 from skipless.sublayers import SUBLAYERS
@@ -63,14 +63,14 @@ class ConversionConfig(Config):
 
     def __post_init__(self) -> None:
         check_named("convert", self)
-        checks.some("convert", self, "sites", SUBLAYERS)
+        ranges.some("convert", self, "sites", SUBLAYERS)
         check_choice("convert.order", self.order, ORDERS)
-        checks.whole("convert", self, "skips_per_stage", "steps_per_stage", "warmup_steps", low=0)
-        checks.whole("convert", self, "fit_batches", low=2)  # one chooses lambda
-        checks.real("convert", self, "lr", "temperature", "max_grad_norm", interval="(0, inf)")
-        checks.real("convert", self, "distill", "cross_entropy", interval="[0, inf)")
-        checks.real("convert", self, "anneal_fraction", interval="(0, 1]")
-        checks.real("convert", self, "loss_budget", interval="[0, inf)", or_none=True)
+        ranges.whole("convert", self, "skips_per_stage", "steps_per_stage", "warmup_steps", low=0)
+        ranges.whole("convert", self, "fit_batches", low=2)  # one chooses lambda
+        ranges.real("convert", self, "lr", "temperature", "max_grad_norm", interval="(0, inf)")
+        ranges.real("convert", self, "distill", "cross_entropy", interval="[0, inf)")
+        ranges.real("convert", self, "anneal_fraction", interval="(0, 1]")
+        ranges.real("convert", self, "loss_budget", interval="[0, inf)", or_none=True)
         if not (self.distill or self.cross_entropy):
             raise UserError(
                 "convert.distill and convert.cross_entropy are both 0; give one of them a weight, "

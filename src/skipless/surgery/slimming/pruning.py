@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 from torch import nn
 
-from skipless.checks import is_real
 from skipless.compiled import unwrapped
 from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import as_list
 from skipless.log import console
 from skipless.model import Connection
+from skipless.ranges import is_real
 from skipless.surgery.checking import check_batches, check_finite
 from skipless.surgery.slimming.removal import Size, remove, size_of
 from skipless.surgery.slimming.shares import Share, candidates, layer_names, measure_shares
