@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from skipless.errors import UserError
 from skipless.quant import (
@@ -169,3 +170,35 @@ def test_parts_of_a_model_run_alone_without_piling_up():
 def test_codes_of_wide_asymmetric_values_fit():
     codes = integer_codes(torch.rand(64) + 1, 16, symmetric=False)
     assert int(codes.codes.max()) > 32767
+
+
+class Doubled(nn.Linear):
+    """As layers with adapters look: a linear layer and something more."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["class", "instance"])
+def test_a_layer_with_a_forward_of_its_own_keeps_it(how):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Doubled(8, 8)).eval(), torch.randn(4, 8)
+    if how == "instance":
+        net[2] = nn.Linear(8, 8)
+        plain = net[2].forward
+        net[2].forward = lambda x: 2 * plain(x)
+    quantize(net, "W8A8")
+    with torch.no_grad():
+        simulated = net(x)
+        to_integer(net)
+        torch.testing.assert_close(net(x), simulated, rtol=1e-4, atol=1e-5)
+    assert "on integers: all but 2, which stay simulated" in quantization(net).describe()
+    restore(net)
+    with pytest.raises(UserError, match=r"2 \(.*\) has a forward of its own"):
+        train_quantized(net, "W8A8")
+    train_quantized(net, "W8A8 2=fp from=0")
+    first = F.linear(fake_quantize(x, 8), fake_quantize(net[0].weight, 8), net[0].bias)
+    expected = 2 * F.linear(first.relu(), net[2].weight, net[2].bias)
+    torch.testing.assert_close(net(x), expected)
+    with pytest.raises(UserError, match="nothing would run on integers"):
+        to_integer(quantize(nn.Sequential(Doubled(8, 8)), "W8A8"))

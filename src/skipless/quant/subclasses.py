@@ -21,6 +21,14 @@ class Replaced(nn.Module):
         return _empty, type(self).__bases__, self.__dict__
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a linear layer or convolution computes otherwise than torch's or transformers' class,
+    as layers with adapters do: another `forward` would leave that out."""
+    definer = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    plain = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return "forward" in vars(module) or not (definer in plain or definer.__name__ == "Conv1D")
+
+
 def combined(mixin: type, plain: type) -> type:
     """The subclass of both, always the same one; named as `plain` unless `named` gave another."""
     if (mixin, plain) not in _made:

@@ -118,10 +118,16 @@ def find_targets(
         for site in sites
         if (part := scheme.at(site.name, site.module)) and site.kind in widths[part]
     ]  # fmt: skip
-    if layers is None:
-        _check_groups(weights)
-        return weights, activations
-    wanted = _layer_set(layers)
+    if layers is not None:
+        weights, activations = _of_layers(weights, activations, _layer_set(layers))
+    _check_groups(weights)
+    return weights, activations
+
+
+def _of_layers(
+    weights: list[WeightTarget], activations: list[ActivationTarget], wanted: set[int | None]
+) -> tuple[list[WeightTarget], list[ActivationTarget]]:
+    """Those of some layers. Raises UserError for a layer that has none."""
     known = {target.layer for target in weights} | {target.site.layer for target in activations}
     if missing := wanted - known:
         numbers = sorted(layer for layer in known if layer is not None)
@@ -130,9 +136,10 @@ def find_targets(
             f"{numbers[0]} to {numbers[-1]}" if numbers else
             f"layers {sorted(missing, key=str)} hold nothing to quantise; this model has no blocks"
         )  # fmt: skip
-    weights = [target for target in weights if target.layer in wanted]
-    _check_groups(weights)
-    return weights, [target for target in activations if target.site.layer in wanted]
+    return (
+        [target for target in weights if target.layer in wanted],
+        [target for target in activations if target.site.layer in wanted],
+    )
 
 
 def _layer_set(layers: Iterable[int | None]) -> set[int | None]:

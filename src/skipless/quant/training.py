@@ -38,7 +38,7 @@ from skipless.quant.fake import clip_range, fake_quantize, integer_codes
 from skipless.quant.observers import RangeObserver
 from skipless.quant.record import TRAINED, check_free
 from skipless.quant.scheme import Scheme
-from skipless.quant.subclasses import Replaced, combined, named
+from skipless.quant.subclasses import Replaced, combined, has_own_forward, named
 from skipless.quant.targets import WeightTarget, find_targets
 from skipless.scheme import TrainingPlan
 from skipless.sites import bias_of, is_linear, weight_of
@@ -222,6 +222,12 @@ def train_quantized(
         raise UserError(
             f"{' and '.join(shared.modules[:2])} share a weight, and only one of them would be "
             f"rounded while training; leave it out with the override {shared.modules[0]}=fp"
+        )
+    if own := next((target for target in weights if has_own_forward(target.module)), None):
+        name = own.modules[0]
+        raise UserError(
+            f"{name} ({type(own.module).__name__}) has a forward of its own, which rounding its "
+            f"weight in every pass would leave out; leave the layer out with the override {name}=fp"
         )
     state = ForwardState([target.site for target in targets])
     sites = [ActivationQuantizer(target, target.scheme, state) for target in targets]

@@ -15,7 +15,8 @@ digits, as does a network that such a difference tips over a rounding border lat
 A layer keeps its place, its class's name, weight, bias, hooks and state_dict; its class becomes a
 subclass with another `forward`. `paused` and `measured` compute in floating point as before; so
 does a layer in training mode while gradients are recorded, straight through. Integer outputs carry
-no gradient. Convolutions whose scheme is not covered stay simulated, and `describe()` says so.
+no gradient. Convolutions whose scheme is not covered, and layers with a `forward` of their own,
+stay simulated, and `describe()` says so.
 Works on any nn.Module.
 """
 
@@ -43,7 +44,7 @@ from skipless.quant.integers.executing import (
 from skipless.quant.integers.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
 from skipless.quant.scheme import Scheme
-from skipless.quant.subclasses import combined
+from skipless.quant.subclasses import combined, has_own_forward
 from skipless.quant.weights import QuantizedWeight
 from skipless.sites import is_linear
 
@@ -85,6 +86,11 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
         raise UserError("the model runs on integers already; call from_integer(model) first")
     if record.state.mode != "quantize":
         raise UserError("the model is in full precision for now; leave the paused block first")
+    if simulated and not layers:
+        raise UserError(
+            f"{simulated[0]} has a scheme or a forward of its own that integers do not cover, and "
+            f"{type(model).__name__} has no other layer, so nothing would run on integers"
+        )
     if not layers:
         raise UserError(
             f"no layer of {type(model).__name__} has both a quantised weight and a "
@@ -108,7 +114,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     if simulated:
         more = f" and {len(simulated) - 3} more" if len(simulated) > 3 else ""
         record.notes.append(
-            f"{_ON_INTEGERS}convolutions {', '.join(simulated[:3])}{more} simulated"
+            f"{_ON_INTEGERS}all but {', '.join(simulated[:3])}{more}, which stay simulated"
         )
     pack_cache(model)
     forget_compiled()
@@ -167,7 +173,7 @@ def _prepare(
 def _find_layers(
     model: nn.Module, record: Quantization
 ) -> tuple[list[tuple[nn.Module, ActivationQuantizer]], list[str]]:
-    """(layers to execute with the quantisers of their inputs, convolutions that stay simulated)."""
+    """(layers to execute with the quantisers of their inputs, layers that stay simulated)."""
     weights = {id(weight.parameter): weight for weight in record.weights}
     found, simulated = [], []
     for site in record.activations:
@@ -177,7 +183,8 @@ def _find_layers(
         is_kernel = is_convolution(module)
         if not (is_kernel or is_linear(module)) or id(module.weight) not in weights:
             continue
-        if is_kernel and _refusal(weights[id(module.weight)].scheme):
+        scheme = weights[id(module.weight)].scheme
+        if has_own_forward(module) or (is_kernel and _refusal(scheme)):
             simulated.append(site.site.module)
         else:
             found.append((module, site))

@@ -57,71 +57,83 @@ def rows_of(x: Tensor) -> Tensor:
 
 def read_groups(model: nn.Module, batch: Any) -> list[Group]:
     """The groups of all linear layers that `batch` reaches, in the order in which they run."""
-    held: list[Tensor] = []
-    made: dict[tuple, str] = {}
-    readers: dict[tuple, list[str]] = {}
-    tensors: dict[tuple, Tensor] = {}
-    order: list[str] = []
-    calls: dict[str, int] = {}
-    before: dict[tuple, list[str]] = {}
-    handles = []
-
-    def reads(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            x = first_tensor(args) if args else first_tensor(kwargs)
-            calls[name] = calls.get(name, 0) + 1
-            if x is None or calls[name] > 1:
-                return
-            held.append(x)
-            place = _place(x)
-            tensors.setdefault(place, x)
-            before.setdefault(place, order[-NEAR:])
-            readers.setdefault(place, []).append(name)
-
-        return hook
-
-    def makes(name: str, is_product: bool) -> Callable:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            x = first_tensor(output)
-            if x is not None:
-                held.append(x)
-                made[_place(x)] = name
-                if is_product:
-                    order.append(name)
-                else:
-                    calls[name] = calls.get(name, 0) + 1
-
-        return hook
-
-    shared = _shared_weights(model)
+    trace, handles = _Trace(), []
     for name, module in model.named_modules():
         if is_linear(module):
-            handles.append(module.register_forward_pre_hook(reads(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(makes(name, True)))
+            handles.append(module.register_forward_pre_hook(trace.reads(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(trace.makes(name, is_product=True)))
         elif is_norm(module):
-            handles.append(module.register_forward_hook(makes(name, False)))
+            handles.append(module.register_forward_hook(trace.makes(name, is_product=False)))
     try:
         with evaluation_mode(model):
             run_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()
-    blocks = block_names(model)
-    groups = []
-    for place, names in readers.items():
-        inside = next((b for b in blocks if names[0].startswith(b + ".")), None)
-        direct = made.get(place)
-        near = [name for name in reversed(before[place]) if name not in names and name != direct]
-        candidates = [name for name in ([direct] if direct else []) + near if calls[name] == 1]
-        groups.append(
-            Group(
-                names=tuple(names), width=tensors[place].shape[-1], block=inside,
-                candidates=tuple(name for name in candidates if name not in shared),
-                direct=direct, sample=rows_of(tensors[place]).clone(),
-                fixed=any(calls[name] > 1 or name in shared for name in names),
-            )
+    blocks, shared = block_names(model), _shared_weights(model)
+    return [trace.group(place, blocks, shared) for place in trace.readers]
+
+
+class _Trace:
+    """Who read and who made which tensor in one forward pass; tensors by their `_place`."""
+
+    def __init__(self) -> None:
+        self.readers: dict[tuple, list[str]] = {}
+        self._held: list[Tensor] = []
+        """So that no two share a place."""
+        self._made: dict[tuple, str] = {}
+        self._tensors: dict[tuple, Tensor] = {}
+        self._order: list[str] = []
+        """Linear layers as they ended."""
+        self._before: dict[tuple, list[str]] = {}
+        """The last of them when the tensor was first read."""
+        self._calls: dict[str, int] = {}
+
+    def reads(self, name: str) -> Callable:
+        """A pre-hook of the linear layer `name`."""
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            x = first_tensor(args) if args else first_tensor(kwargs)
+            self._calls[name] = self._calls.get(name, 0) + 1
+            if x is None or self._calls[name] > 1:
+                return
+            self._held.append(x)
+            place = _place(x)
+            self._tensors.setdefault(place, x)
+            self._before.setdefault(place, self._order[-NEAR:])
+            self.readers.setdefault(place, []).append(name)
+
+        return hook
+
+    def makes(self, name: str, *, is_product: bool) -> Callable:
+        """A hook of the linear layer or norm `name`."""
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            x = first_tensor(output)
+            if x is None:
+                return
+            self._held.append(x)
+            self._made[_place(x)] = name
+            if is_product:
+                self._order.append(name)
+            else:
+                self._calls[name] = self._calls.get(name, 0) + 1
+
+        return hook
+
+    def group(self, place: tuple, blocks: list[str], shared: set[str]) -> Group:
+        """The layers that read the tensor of `place`."""
+        names, x = self.readers[place], self._tensors[place]
+        direct = self._made.get(place)
+        near = [n for n in reversed(self._before[place]) if n not in names and n != direct]
+        candidates = [n for n in ([direct] if direct else []) + near if self._calls[n] == 1]
+        return Group(
+            names=tuple(names), width=x.shape[-1],
+            block=next((block for block in blocks if names[0].startswith(block + ".")), None),
+            candidates=tuple(n for n in candidates if n not in shared),
+            direct=direct, sample=rows_of(x).clone(),
+            fixed=any(self._calls[n] > 1 or n in shared for n in names),
         )  # fmt: skip
-    return groups
 
 
 def is_norm(module: nn.Module) -> bool:
