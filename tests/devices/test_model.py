@@ -13,6 +13,7 @@ from skipless.config import (
     TemperatureConfig,
     UniversalConfig,
 )
+from skipless.errors import UserError
 from skipless.model import KeyValueCache, Transformer
 from skipless.model.context import ForwardContext
 from skipless.model.token_statistics import Tokens, prefix_moments
@@ -132,6 +133,21 @@ def test_caches_and_generation(kind, aligner):
         model(IDS.to(kind), cache=cache)
         cache.reorder(torch.tensor([1, 0], device=kind))
         model(IDS[:, :1].to(kind), cache=cache)
+
+
+def test_greedy_generation_waits_for_the_device_at_its_ends():
+    model = universal("diagonal")
+    with torch.no_grad(), pretend("cuda") as device:
+        model.to("cuda")
+        found = set()
+        for number in (2, 6):
+            device.waits.clear()
+            model.generate(IDS.to("cuda"), number)
+            found.add(device.waits.total())
+        assert found == {3}  # the least and largest id before, the logits after
+        model.norm.weight.fill_(torch.nan)
+        with pytest.raises(UserError, match="not finite"):
+            model.generate(IDS.to("cuda"), 2)
 
 
 def test_autocast():

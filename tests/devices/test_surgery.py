@@ -97,10 +97,15 @@ def test_generation(connection):
     arguments = {"max_new_tokens": 3, "do_sample": False, "min_new_tokens": 3}
     expected = model.generate(IDS, attention_mask=MASK, **arguments)
     beams = model.generate(IDS, attention_mask=MASK, num_beams=2, **arguments)
-    with pretend("cuda"):
+    with pretend("cuda") as device:
         model.to("cuda")
         inputs = {"attention_mask": MASK.to("cuda"), **arguments}
         assert model.generate(IDS.to("cuda"), **inputs).tolist() == expected.tolist()
+        assert not [
+            place
+            for place, number in device.waits.items()
+            if "universal/" in place and number > 2 * 2
+        ]  # once a site for the whole text, none a token
         assert model.generate(IDS.to("cuda"), num_beams=2, **inputs).tolist() == beams.tolist()
 
 

@@ -197,7 +197,8 @@ def _real(mask: Any, shape: tuple[int, int], offset: int, place: Place) -> Tenso
                 "hides later ones; choose another connection for it"
             )
         before = seen[:, 1:].diagonal(offset, -2, -1)
-        if place.causal and bool((real[:, :-1] & real[:, 1:] & ~before).any()):
+        pairs = place.causal and num_new > 1  # of one new token nothing has to be waited for
+        if pairs and bool((real[:, :-1] & real[:, 1:] & ~before).any()):
             raise UserError(
                 "the attention mask hides a token from its successor (packed documents, attention "
                 "in chunks), and universal interpolation has one past for a row; give every "
