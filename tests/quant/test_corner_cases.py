@@ -9,6 +9,7 @@ from skipless.errors import UserError
 from skipless.quant import (
     fake_quantize,
     integer_codes,
+    paused,
     quantization,
     quantize,
     quantized,
@@ -202,3 +203,25 @@ def test_a_layer_with_a_forward_of_its_own_keeps_it(how):
     torch.testing.assert_close(net(x), expected)
     with pytest.raises(UserError, match="nothing would run on integers"):
         to_integer(quantize(nn.Sequential(Doubled(8, 8)), "W8A8"))
+
+
+class Adapted(nn.Linear):
+    """W x + A x, where scaling x and W alone would leave A behind."""
+
+    def __init__(self, width):
+        super().__init__(width, width)
+        self.adapter = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.adapter.T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["smooth", "awq", "hadamard", "rotation:learned,steps=2"])
+def test_methods_leave_the_inputs_of_adapters_alone(method):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.LayerNorm(8), Adapted(8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    x = torch.randn(64, 8) * torch.linspace(0.1, 5, 8)
+    exact = net(x)
+    with quantized(net, "W8A8", method=method, calibration=[x]), paused(net):
+        torch.testing.assert_close(net(x), exact, rtol=1e-4, atol=1e-5)

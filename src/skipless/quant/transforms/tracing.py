@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from skipless.quant.calibrate import evaluation_mode, run_batch
+from skipless.quant.subclasses import has_own_forward
 from skipless.sites import block_names, first_tensor, is_linear
 
 NEAR = 4
@@ -34,7 +35,8 @@ class Group:
     direct: str | None
     """The norm or linear layer whose output is the tensor itself."""
     fixed: bool
-    """A layer runs twice in a pass or shares its weight: nothing may be folded."""
+    """A layer runs twice in a pass, shares its weight or does more with its input than multiply:
+    nothing may be scaled or rotated."""
     sample: Tensor
     """The tensor on the traced batch, [rows, width]."""
 
@@ -70,8 +72,9 @@ def read_groups(model: nn.Module, batch: Any) -> list[Group]:
     finally:
         for handle in handles:
             handle.remove()
-    blocks, shared = block_names(model), _shared_weights(model)
-    return [trace.group(place, blocks, shared) for place in trace.readers]
+    blocks, bound = block_names(model), _shared_weights(model)
+    bound |= {n for n, m in model.named_modules() if is_linear(m) and has_own_forward(m)}
+    return [trace.group(place, blocks, bound) for place in trace.readers]
 
 
 class _Trace:
@@ -121,8 +124,8 @@ class _Trace:
 
         return hook
 
-    def group(self, place: tuple, blocks: list[str], shared: set[str]) -> Group:
-        """The layers that read the tensor of `place`."""
+    def group(self, place: tuple, blocks: list[str], bound: set[str]) -> Group:
+        """The layers that read the tensor of `place`; nothing in `bound` is folded into."""
         names, x = self.readers[place], self._tensors[place]
         direct = self._made.get(place)
         near = [n for n in reversed(self._before[place]) if n not in names and n != direct]
@@ -130,9 +133,9 @@ class _Trace:
         return Group(
             names=tuple(names), width=x.shape[-1],
             block=next((block for block in blocks if names[0].startswith(block + ".")), None),
-            candidates=tuple(n for n in candidates if n not in shared),
+            candidates=tuple(n for n in candidates if n not in bound),
             direct=direct, sample=rows_of(x).clone(),
-            fixed=any(self._calls[n] > 1 or n in shared for n in names),
+            fixed=any(self._calls[n] > 1 or n in bound for n in names),
         )  # fmt: skip
 
 
