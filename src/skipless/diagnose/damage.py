@@ -2,7 +2,8 @@
 
     loss      nats a token, for models whose logits at a position depend on earlier tokens only
     distance  |y_q - y| / |y| of the outputs (logits, similarities or last hidden state) over all
-              values, for encoders, vision and speech models, which have no loss without labels
+              values but those at padding, for encoders, vision and speech models, which have no
+              loss without labels
 
 Read by `sensitivity.py`.
 """
@@ -74,7 +75,10 @@ class Damage:
 
     def _run(self) -> list[Tensor]:
         with evaluation_mode(self.model):
-            return [main_output(run_batch(self.model, batch)) for batch in self.batches]
+            return [
+                without_padding(main_output(run_batch(self.model, batch)), batch)
+                for batch in self.batches
+            ]
 
 
 def main_output(output: Any) -> Tensor:
@@ -91,6 +95,17 @@ def main_output(output: Any) -> Tensor:
             "nothing can be compared; wrap it in a module that returns its output tensor"
         )
     return found
+
+
+def without_padding(y: Tensor, batch: Any) -> Tensor:
+    """An output [B, T, ...] as its real tokens [n, ...], where the batch has a mask that fits.
+
+    Two dimensions are similarities of images and captions, or classes: no tokens.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.dim() == 2 < y.dim() and y.shape[:2] == mask.shape:
+        return y[mask.to(y.device) != 0]
+    return y
 
 
 @torch.no_grad()

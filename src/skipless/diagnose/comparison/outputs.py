@@ -6,14 +6,14 @@ Read by comparing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipless.diagnose.damage import main_output, predicts_tokens
+from skipless.diagnose.damage import main_output, predicts_tokens, without_padding
 from skipless.diagnose.streaming import ensure_loaded, loaded_parameters
 from skipless.errors import UserError
 from skipless.evaluate.losses import IGNORE, SequenceLosses, split_batch
@@ -50,7 +50,7 @@ class Outputs:
             if not bool(torch.isfinite(output).all()):
                 raise UserError(f"the outputs of model {name} hold NaN or infinity")
         if pair[0].shape == pair[1].shape:
-            ya, yb = (_real(y, batch).double() for y in pair)
+            ya, yb = (without_padding(y, batch).double() for y in pair)
             self._noise += float((yb - ya).square().sum())
             self._energy += float(ya.square().sum())
         elif self._same_shape:
@@ -104,15 +104,6 @@ class Outputs:
             total = float(count.sum())
             result |= {"kl": self._divergence / total, "agreement": self._agree / total}
         return result
-
-
-def _real(y: Tensor, batch: Any) -> Tensor:
-    """The output without padded tokens, where the batch has a mask that fits."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    # Two dimensions are similarities of images and captions, of which tokens are none.
-    if isinstance(mask, Tensor) and mask.dim() == 2 < y.dim() and y.shape[:2] == mask.shape:
-        return y[mask.cpu() != 0]
-    return y
 
 
 def distance_by_depth(a: nn.Module, b: nn.Module, batch: Any) -> list[dict[str, Any]]:
