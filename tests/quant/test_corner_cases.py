@@ -19,8 +19,8 @@ from skipless.quant import (
 )
 from skipless.quant.methods.gptq import gptq
 from skipless.quant.saved import resume, saved_form
-from skipless.quant.scheme import Scheme
 from skipless.quant.transforms.tracing import read_groups
+from skipless.scheme import Scheme
 
 
 class Twice(nn.Module):

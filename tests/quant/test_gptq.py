@@ -10,7 +10,7 @@ from torch import nn
 from skipless.errors import UserError
 from skipless.quant import fake_quantize, integer_codes, quantization, quantize, quantized
 from skipless.quant.methods.gptq import gptq
-from skipless.quant.scheme import Scheme
+from skipless.scheme import Scheme
 
 
 def correlated(rows: int, width: int, seed: int = 0) -> torch.Tensor:

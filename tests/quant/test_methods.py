@@ -17,9 +17,9 @@ from skipless.quant.methods.awq import best_scales
 from skipless.quant.methods.codebook import kmeans
 from skipless.quant.methods.outliers import Outliers
 from skipless.quant.methods.smooth import smoothing_factors
-from skipless.quant.scheme import Scheme
 from skipless.quant.transforms.rotation import Rotate, rotation
 from skipless.quant.transforms.session import gain_offset
+from skipless.scheme import Scheme
 
 ALL = ["smooth", "awq", "hadamard", "stream", "rotation:learned,steps=2", "outliers:10%", "gptq",
        "codebook", "stream+smooth+hadamard+outliers:10%+gptq:order"]  # fmt: skip

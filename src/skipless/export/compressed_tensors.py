@@ -15,7 +15,7 @@ from torch import nn
 from skipless.errors import UserError
 from skipless.heads import find_heads
 from skipless.quant import quantization
-from skipless.quant.scheme import Scheme
+from skipless.scheme import Scheme
 from skipless.sites import is_linear
 
 _STRATEGIES = {"tensor": "tensor", "channel": "channel", "token": "token"}

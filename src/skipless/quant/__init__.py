@@ -1,6 +1,5 @@
 """Quantisation, simulated and executed: integers of 2 to 16 bits by plain uniform rounding.
 
-scheme.py       Scheme: widths and options as one value, "W8A8" (Q1)
 fake.py         fake_quantize: rounding, codes, straight-through gradient (Q1, Q3)
 ranges.py       the range of a group: absmax, percentile, MSE-best, Gaussian
 gaussian.py     the Gaussian yardstick (S11)
@@ -37,10 +36,10 @@ from skipless.quant.gaussian import gaussian_clip, gaussian_mse, gaussian_sqnr
 from skipless.quant.integers.layers import IntegerLinear, from_integer, integer_layers, to_integer
 from skipless.quant.methods import METHODS
 from skipless.quant.observers import RangeObserver
-from skipless.quant.scheme import Scheme
 from skipless.quant.targets import SCOPES
 from skipless.quant.training import QuantizedTraining, train_quantized
 from skipless.quant.weights import quantize_weight
+from skipless.scheme import Scheme
 
 __all__ = [
     "METHODS",

@@ -29,8 +29,8 @@ from skipless.quant.convolutions import by_example
 from skipless.quant.fake import simulate
 from skipless.quant.observers import RangeObserver
 from skipless.quant.replacing import replace_first
-from skipless.quant.scheme import Scheme
 from skipless.quant.targets import ActivationTarget
+from skipless.scheme import Scheme
 from skipless.sites import Site
 
 

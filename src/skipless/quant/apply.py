@@ -28,10 +28,10 @@ from skipless.quant.activations import ActivationQuantizer, ForwardState, regist
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.methods import Method, method_name, needs_data, parse_methods
 from skipless.quant.record import Quantization, check_free, find_untouched, quantization
-from skipless.quant.scheme import Scheme
 from skipless.quant.targets import ActivationTarget, WeightTarget, find_targets
 from skipless.quant.transforms.session import Session
 from skipless.quant.weights import round_weight
+from skipless.scheme import Scheme
 from skipless.sites import ChoosesImplementation, chooses_implementation
 
 __all__ = [

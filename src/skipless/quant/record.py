@@ -19,10 +19,10 @@ from skipless.errors import UserError
 from skipless.heads import find_heads
 from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.convolutions import is_convolution
-from skipless.quant.scheme import Scheme
 from skipless.quant.targets import WeightTarget
 from skipless.quant.transforms.changes import Changes, InputChange
 from skipless.quant.weights import QuantizedWeight
+from skipless.scheme import Scheme
 from skipless.sites import ChoosesImplementation
 
 ATTRIBUTE = "_skipless_quantization"

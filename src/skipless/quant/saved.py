@@ -24,8 +24,8 @@ from skipless.errors import UserError
 from skipless.quant.apply import Quantization, quantization, quantize, restore
 from skipless.quant.bits import SUFFIXES, pack_weight, unpack_weight
 from skipless.quant.fake import Codes
-from skipless.quant.scheme import Scheme
 from skipless.quant.weights import QuantizedWeight
+from skipless.scheme import Scheme
 
 METHOD = "skipless"
 _VERSION = 1

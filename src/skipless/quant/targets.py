@@ -24,8 +24,7 @@ from torch import nn
 from skipless.errors import UserError, check_choice, suggestion
 from skipless.heads import find_heads
 from skipless.quant.convolutions import convolution_sites, example_dims, is_convolution
-from skipless.quant.scheme import Scheme
-from skipless.scheme import check_groups, matches
+from skipless.scheme import Scheme, check_groups, matches
 from skipless.sites import Site, find_sites, is_linear
 
 SCOPES = ("linear", "block", "all")

@@ -37,10 +37,9 @@ from skipless.quant.convolutions import is_convolution
 from skipless.quant.fake import clip_range, fake_quantize, integer_codes
 from skipless.quant.observers import RangeObserver
 from skipless.quant.record import TRAINED, check_free
-from skipless.quant.scheme import Scheme
 from skipless.quant.subclasses import Replaced, combined, has_own_forward, named
 from skipless.quant.targets import WeightTarget, find_targets
-from skipless.scheme import TrainingPlan
+from skipless.scheme import Scheme, TrainingPlan
 from skipless.sites import bias_of, is_linear, weight_of
 
 _STATE = TRAINED

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError
 from skipless.quant.fake import Codes, fake_quantize, integer_codes
-from skipless.quant.scheme import Scheme
 from skipless.quant.targets import WeightTarget
+from skipless.scheme import Scheme
 
 
 @dataclass(kw_only=True)

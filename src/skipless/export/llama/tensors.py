@@ -19,7 +19,7 @@ import numpy as np
 
 from skipless.errors import UserError
 from skipless.quant import quantization
-from skipless.quant.scheme import Scheme
+from skipless.scheme import Scheme
 
 BLOCK = 32
 NAMES = {

@@ -43,9 +43,9 @@ from skipless.quant.integers.executing import (
 )
 from skipless.quant.integers.hardware import pick
 from skipless.quant.kvcache import pack_cache, unpack_cache
-from skipless.quant.scheme import Scheme
 from skipless.quant.subclasses import combined, has_own_forward
 from skipless.quant.weights import QuantizedWeight
+from skipless.scheme import Scheme
 from skipless.sites import is_linear
 
 __all__ = [

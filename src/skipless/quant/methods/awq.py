@@ -24,10 +24,10 @@ from torch import Tensor
 from skipless.fallback import double
 from skipless.jsonable import Config
 from skipless.quant.fake import fake_quantize
-from skipless.quant.scheme import Scheme
 from skipless.quant.transforms.session import Session
 from skipless.quant.transforms.tracing import Group
 from skipless.quant.weights import quantize_weight
+from skipless.scheme import Scheme
 
 KEPT = 512
 """Tokens of a tensor on which scales are compared."""

@@ -34,10 +34,10 @@ from skipless.errors import UserError
 from skipless.jsonable import Config
 from skipless.log import make_progress
 from skipless.quant.fake import Codes, grid
-from skipless.quant.scheme import Scheme
 from skipless.quant.transforms.session import Session
 from skipless.quant.transforms.tracing import Group
 from skipless.quant.weights import QuantizedWeight
+from skipless.scheme import Scheme
 
 BLOCK = 128
 
