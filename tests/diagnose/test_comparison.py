@@ -132,6 +132,18 @@ def test_distances_equal_plain_torch(llama, other, batches, found):
         assert weights[name]["distance"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_padding_parts_no_streams(llama, other, batches):
+    ids, mask = batches[0].clone(), torch.ones_like(batches[0])
+    mask[0, 10:] = 0
+    padded = {"input_ids": ids, "attention_mask": mask}
+    changed = {"input_ids": ids.masked_fill(mask == 0, 3), "attention_mask": mask}
+    one, two = (compare(llama, other, [batch]) for batch in (padded, changed))
+    for a, b in zip(one.depth, two.depth, strict=True):
+        assert a["distance"] == pytest.approx(b["distance"], rel=1e-5)
+    assert one.outputs["distance"] == pytest.approx(two.outputs["distance"], rel=1e-5)
+    assert one.outputs["kl"] == pytest.approx(two.outputs["kl"], rel=1e-4)
+
+
 def test_models_of_other_shapes_and_sites(llama, batches):
     transformers = pytest.importorskip("transformers")
     config = copy.deepcopy(llama.config)

@@ -137,14 +137,14 @@ def _places(model: nn.Module) -> list[Site]:
 
 
 def _record(model: nn.Module, places: Sequence[Site], batch: Any) -> dict[str, Tensor]:
-    """The tensors at these outputs in one forward pass, on the CPU."""
+    """The tensors at these outputs in one forward pass, without padding, on the CPU."""
     found: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
 
     def keep(name: str, result: Any) -> None:
         x = first_tensor(result)
         if x is not None and x.is_floating_point():
-            found[name] = x.detach().cpu().clone()
+            found[name] = without_padding(x.detach(), batch).cpu().clone()
 
     handles = [
         modules[site.module].register_forward_hook(lambda _, __, y, name=site.name: keep(name, y))
