@@ -50,7 +50,7 @@ GLOSSARY = {
     "Loss by layer": "The increase of the loss, or the relative distance of the outputs where a "
     "model has no loss without labels, when one layer alone is quantised.",
     "Standard error": "Of an increase of the loss, over sequences, each against itself in full "
-    "precision: what is within two of them may be chance. None for one sequence, nor for distances.",
+    "precision: what is within two of them may be chance. One sequence and distances have none.",
     "R": "Distance of the quantised stream from the exact one over the exact one's length.",
     "Rank correlation": "Spearman's: 1 when the prediction orders the layers as the measured "
     "damage does, 0 when it says nothing.",
