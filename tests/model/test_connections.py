@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from skipless.config import ConnectionConfig, ConnectionOverride, ModelConfig
 from skipless.errors import UserError
@@ -177,56 +176,6 @@ class TestAnneal:
     def test_progress_out_of_range_is_refused(self):
         with pytest.raises(UserError, match="1.5"):
             build("anneal").set_training_progress(1.5)
-
-
-class TestFolding:
-    @pytest.mark.parametrize("settings", [
-        dict(kind="rezero", init=0.3), dict(kind="layerscale", init=0.2), dict(kind="residual"),
-        dict(kind="rezero", init=0.3, granularity="block"), dict(kind="none"),
-        dict(kind="fixed", b=0.5), dict(kind="fixed", a=0.0, b=2.0), dict(kind="anneal"),
-        dict(kind="learned"),
-    ])  # fmt: skip
-    def test_folded_logits_equal(self, settings):
-        model = build(**settings).double()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if name.endswith(("gamma", "_connection.b")):
-                    p.mul_(torch.linspace(0.5, 1.5, len(p)))
-        before = model(IDS).logits
-        for block in model.layers:
-            block.attention_connection = block.attention_connection.fold_into(
-                block.self_attn.o_proj
-            )
-            block.mlp_connection = block.mlp_connection.fold_into(block.mlp.down_proj)
-        torch.testing.assert_close(model(IDS).logits, before, rtol=1e-10, atol=1e-12)
-        kinds = {b.mlp_connection.config.kind for b in model.layers}
-        assert kinds <= {"residual", "none", "anneal"}
-
-    def test_the_bias_is_scaled_too(self):
-        connection = build_connection(ConnectionConfig(kind="rezero", init=0.5), 4)
-        linear, x, f = nn.Linear(3, 4), torch.randn(2, 4), torch.randn(2, 3)
-        before = connection(x, linear(f), None)
-        after = connection.fold_into(linear)(x, linear(f), None)
-        torch.testing.assert_close(before, after)
-
-    @pytest.mark.parametrize("settings, reason", [
-        (dict(kind="interpolate"), "scales the stream"),
-        (dict(kind="fixed", a=0.5), "a=0.5"),
-        (dict(kind="fixed", c=1.0), "c=1.0"),
-        (dict(kind="learned", init=0.5), "neither"),
-    ])  # fmt: skip
-    def test_inexact_folding_is_refused(self, settings, reason):
-        linear = nn.Linear(4, 4)
-        weight = linear.weight.clone()
-        with pytest.raises(UserError, match=reason):
-            build_connection(ConnectionConfig(**settings), 4).fold_into(linear)
-        assert torch.equal(linear.weight, weight)
-
-    def test_an_unfinished_annealing_is_refused(self):
-        connection = build_connection(ConnectionConfig(kind="anneal"), 4)
-        connection.set_training_progress(0.1)
-        with pytest.raises(UserError, match="between 0 and 1"):
-            connection.fold_into(nn.Linear(4, 4))
 
 
 def test_the_context_is_only_read_for_x0():

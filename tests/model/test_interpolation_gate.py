@@ -149,11 +149,6 @@ class TestModel:
         with pytest.raises(UserError, match="no universal connection"):
             describe_interpolation(build(kind="residual"))
 
-    def test_folding_is_refused(self):
-        for kind in ("universal", "gated"):
-            with pytest.raises(UserError, match="cannot be folded"):
-                build_connection(ConnectionConfig(kind=kind), 4).fold_into(torch.nn.Linear(4, 4))
-
     def test_settings_go_to_json_and_back(self):
         config = build("bures", rank=3, winsor=None).config
         assert ModelConfig.from_dict(config.to_dict()) == config

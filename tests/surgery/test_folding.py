@@ -109,6 +109,9 @@ def test_a_patched_model_becomes_a_plain_one_that_transformers_loads(tiny, famil
 def test_what_cannot_be_exact_is_refused(tiny):
     with pytest.raises(UserError, match=r"layers\.0\.attention_connection weighs the stream"):
         fold(ours(connection=ConnectionConfig(kind="learned", granularity="channel")))
+    for kind in ("universal", "gated", "sphere"):
+        with pytest.raises(UserError, match=f"is {kind}: its weights depend on the token"):
+            fold(ours(connection=ConnectionConfig(kind=kind)))
     with pytest.raises(UserError, match="times the embedding"):
         fold(ours(connection=ConnectionConfig(kind="fixed", c=0.5)))
     with pytest.raises(UserError, match="half annealed"):

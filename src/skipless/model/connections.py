@@ -4,7 +4,7 @@ Kinds C1-C11 of docs/equations.md; one class each, found by name in `CONNECTIONS
 weights depend on the token, are in `interpolation.py`). In the
 drawings x is the stream, f the sublayer's output (the branch), y the new stream. A connection is a
 module of its own so that hooks see the stream: its output is the stream's probe site. Read by
-`block.py`; folding (docs/equations.md, section 7) is used by surgery and export.
+`block.py`; what `gains` tells is folded into weights by `skipless.surgery.fold`.
 
 Learned gains are 1-D, never 0-D: FSDP2 cannot shard a 0-D parameter.
 """
@@ -55,11 +55,6 @@ class Connection(nn.Module):
         """The current weights "a" of the stream and "b" of the branch, detached [1] or [D];
         only those that can change."""
         return {}
-
-    def fold_into(self, out_linear: nn.Linear) -> Connection:
-        """Scale `out_linear` (o_proj or down_proj) by b, and return the connection without gains
-        (C1 or C2) that is left. Exact; raises UserError for a kind in which it cannot be."""
-        return self
 
     def reset_parameters(self) -> None:
         """Set every gain to its start."""
@@ -116,15 +111,6 @@ class Fixed(Connection):
             joined = torch.add(joined, context.embedding, alpha=c)
         return joined
 
-    def fold_into(self, out_linear):
-        if self.config.c != 0 or self.config.a not in (0, 1):
-            raise UserError(
-                f"a fixed connection with a={self.config.a}, c={self.config.c} cannot be folded "
-                "into the output layer; only a of 0 or 1 with c of 0 can"
-            )
-        _scale_rows(out_linear, torch.tensor([self.config.b]))
-        return _plain("residual" if self.config.a == 1 else "none", self)
-
 
 class _BranchGain(Connection):
     """y = x + b f with a learned b; C4 and C5 differ in shape and start."""
@@ -151,10 +137,6 @@ class _BranchGain(Connection):
 
     def gains(self):
         return {"b": self.gain.detach()}
-
-    def fold_into(self, out_linear):
-        _scale_rows(out_linear, self.gain.detach())
-        return _plain("residual", self)
 
 
 @CONNECTIONS.register("rezero")
@@ -210,12 +192,6 @@ class Interpolate(Connection):
     def gains(self):
         a, b = self._weights()
         return {"a": a.detach(), "b": b.detach()}
-
-    def fold_into(self, out_linear):
-        raise UserError(
-            "an interpolating connection also scales the stream, so it cannot be folded into one "
-            "output layer alone; fold the whole model instead (skipless.surgery.fold)"
-        )
 
 
 @CONNECTIONS.register("anneal")
@@ -273,14 +249,6 @@ class Anneal(Connection):
     def gains(self):
         return {"a": self.stream_weight.detach().reshape(1)}
 
-    def fold_into(self, out_linear):
-        if self._phase == "between":
-            raise UserError(
-                f"the stream's weight is {self._weight:.4g}, between 0 and 1; finish the annealing "
-                "(set_training_progress(1.0)) before folding"
-            )
-        return _plain(self._phase, self)
-
 
 @CONNECTIONS.register("learned")
 class Learned(Connection):
@@ -306,16 +274,6 @@ class Learned(Connection):
 
     def gains(self):
         return {"a": self.a.detach(), "b": self.b.detach()}
-
-    def fold_into(self, out_linear):
-        for kind, value in (("residual", 1), ("none", 0)):
-            if bool((self.a == value).all()):
-                _scale_rows(out_linear, self.b.detach())
-                return _plain(kind, self)
-        raise UserError(
-            "a learned connection scales the stream by neither exactly 0 nor exactly 1, so it "
-            "cannot be folded into the output layer; keep it as it is"
-        )
 
 
 @CONNECTIONS.register("sphere")
@@ -345,12 +303,6 @@ class Sphere(Connection):
     def gains(self):
         return {"b": self.alpha.detach()}
 
-    def fold_into(self, out_linear):
-        raise UserError(
-            "a sphere connection divides stream and branch by their size, token by token, so it "
-            "cannot be folded into a weight; keep it as it is"
-        )
-
 
 def _direction(x: Tensor) -> Tensor:
     """v / rms(v) over the last dimension; a zero vector stays zero."""
@@ -360,16 +312,3 @@ def _direction(x: Tensor) -> Tensor:
 def build_connection(config: ConnectionConfig, hidden_size: int) -> Connection:
     """The connection that `config.kind` names."""
     return CONNECTIONS.get(config.kind)(config, hidden_size)
-
-
-def _plain(kind: str, old: Connection) -> Connection:
-    return build_connection(ConnectionConfig(kind=kind), old.hidden_size).train(old.training)
-
-
-@torch.no_grad()
-def _scale_rows(linear: nn.Linear, gain: Tensor) -> None:
-    """W <- diag(gain) W for torch's out x in weight, and the bias with it (F1, F2)."""
-    gain = gain.to(linear.weight)
-    linear.weight.mul_(gain.view(-1, 1))
-    if linear.bias is not None:
-        linear.bias.mul_(gain)

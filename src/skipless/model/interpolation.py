@@ -147,12 +147,6 @@ class Universal(Connection):
     def gains(self):
         return {"rho": self.rho.detach(), "gate_bias": self.gate_bias.detach()}
 
-    def fold_into(self, out_linear):
-        raise UserError(
-            "universal interpolation depends on the tokens, so it cannot be folded into a weight; "
-            "keep it as it is"
-        )
-
     def describe(self) -> str:
         """One line: aligner, gate, parameters, and their share of a layer of 12 D^2 weights."""
         settings, own = self.config.universal, sum(p.numel() for p in self.parameters())
@@ -199,12 +193,6 @@ class Gated(Connection):
 
     def gains(self):
         return {"gate_bias": self.gate_bias.detach()}
-
-    def fold_into(self, out_linear):
-        raise UserError(
-            "a gated connection depends on the token, so it cannot be folded into a weight; keep "
-            "it as it is"
-        )
 
 
 def universal_connections(model: nn.Module) -> dict[str, Universal]:

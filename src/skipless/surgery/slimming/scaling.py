@@ -74,7 +74,7 @@ def join_weights(name: str, connection: Connection) -> tuple[float, Tensor]:
 
 @torch.no_grad()
 def scale_output(linear: nn.Module, gain: Tensor) -> None:
-    """W <- W diag(gain) and the bias with it; transformers' Conv1D stores in x out."""
+    """F1, F2: W <- W diag(gain) and the bias with it; transformers' Conv1D stores in x out."""
     weight, bias = weight_of(linear), bias_of(linear)
     wide = double(weight)
     gain = gain.to(wide.device)
