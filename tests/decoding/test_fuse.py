@@ -241,6 +241,26 @@ def test_changed_norms_and_gains_are_noticed():
     assert distance(fused, decode(model)) < 2e-4
 
 
+def test_norms_of_other_kinds():
+    model = make(norm="layernorm")
+    for block in model.blocks:  # C++ read the gain that is not there
+        block.input_layernorm = torch.nn.LayerNorm(64, elementwise_affine=False)
+    quantize(model, "W8A16")
+    expected = decode(to_integer(model))
+    assert distance(decode(fuse(model)), expected) < 2e-4
+    restore(model)
+
+    class Shifted(type(make().blocks[0].input_layernorm)):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = make()
+    model.blocks[1].input_layernorm.__class__ = Shifted
+    quantize(model, "W8A16")
+    with pytest.raises(UserError, match="layer 1: its norm is Shifted, which no step computes"):
+        fuse(to_integer(model))
+
+
 def test_it_is_undone_and_copied():
     model = make()
     reference = decode(model)

@@ -183,12 +183,13 @@ class BlockState:
     def norm_of(self, norm: nn.Module | None) -> tuple[str, Tensor | None, Tensor | None, float]:
         if norm is None:
             return "none", None, None, 0.0
-        if isinstance(norm, RMSNorm):
+        if type(norm) is RMSNorm:
             self._watch(norm, "weight")
             return "rmsnorm", norm.weight, None, norm.eps
-        if isinstance(norm, nn.LayerNorm):
+        if type(norm) is nn.LayerNorm and len(norm.normalized_shape) == 1:
             self._watch(norm, "weight", "bias")
-            return "layernorm", norm.weight, norm.bias, norm.eps
+            gain = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight
+            return "layernorm", gain, norm.bias, norm.eps
         raise UserError(f"its norm is {type(norm).__name__}, which no step computes")
 
     def _watch(self, module: nn.Module, *names: str) -> None:
