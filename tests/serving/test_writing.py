@@ -143,8 +143,27 @@ def test_our_folder_without_attention(tiny_llama, tmp_path):
     ids = torch.tensor([writer.encode(PROMPT)])
     expected = model.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert found.token_ids == expected[0, ids.shape[1] :].tolist() and found.cache_bytes is None
-    with pytest.raises(UserError, match="has attention, so a cache has nothing to keep.*kv-bits"):
-        streamed(open_writer(str(folder), kv_bits=8))
+    with pytest.raises(UserError, match="keeps no keys and values .*a cache has nothing to keep"):
+        open_writer(str(folder), kv_bits=8)
+
+
+def test_a_model_whose_state_is_no_keys_and_values(tiny_llama, tmp_path):
+    import transformers
+
+    folder = tmp_path / "mamba"
+    shutil.copytree(tiny_llama, folder)
+    config = transformers.MambaConfig(
+        hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=300, eos_token_id=0
+    )
+    model = transformers.MambaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    writer = open_writer(str(folder))
+    found, _ = streamed(writer, max_new_tokens=4, ignore_end=True)
+    ids = torch.tensor([writer.encode(PROMPT)])
+    expected = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert found.token_ids == expected[0, ids.shape[1] :].tolist()
+    with pytest.raises(UserError, match="mamba keeps no keys and values .*--kv-bits, or -KV"):
+        open_writer(str(folder), kv_bits=8)
 
 
 def test_a_folder_whose_code_would_have_to_be_run(tiny_llama, tmp_path):
@@ -290,7 +309,7 @@ def test_an_adapter_alone(tmp_path):
         check_named(str(tmp_path), holds_model=True)
 
 
-def test_cache_bits_that_do_not_fit(tiny_run, cache):
+def test_cache_bits_that_do_not_fit(tiny_run, cache, tmp_path):
     for options, words in [
         ({"scheme": "W8A8-KV8", "kv_bits": 4}, "says the cache's width already"),
         ({"kv_bits": 1}, "--kv-bits is 1"),
@@ -299,6 +318,11 @@ def test_cache_bits_that_do_not_fit(tiny_run, cache):
     ]:
         with pytest.raises(UserError, match=words):
             open_writer(str(tiny_run), **options)
+    from skipless.export import export_folder
+
+    export_folder(str(tiny_run), tmp_path / "packed", "W8A8-KV8")
+    with pytest.raises(UserError, match="packed rounds its cache already"):
+        open_writer(str(tmp_path / "packed"), kv_bits=8)
     joined = open_writer(str(tiny_run), scheme="W8A8", kv_bits=4)
     assert "W8A8-KV4" in joined.engine
 

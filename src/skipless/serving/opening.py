@@ -131,8 +131,6 @@ def open_writer(
         parsed = replace(parsed, kv_bits=None)
         writer.kv_granularity = granularity
     writer.kv_bits = kv_bits
-    if kv_bits is not None and is_ours:
-        _check_cache(name, model, kv_bits)
     place = _device(device, quantised=parsed is not None or quantization(model) is not None)
     if quantization(model) is None:
         if place.type == "cpu":
@@ -142,6 +140,7 @@ def open_writer(
         quantize(model, parsed, scope, calibration=batches() if batches else None)
     writer.kind, writer.engine = _start(model, engine, place)
     if writer.kv_bits is not None:
+        _check_cache(writer)
         writer.engine += f", cache of {writer.kv_bits}-bit integers"
     return writer
 
@@ -233,16 +232,22 @@ def _start(model: Any, engine: str, place: torch.device) -> tuple[str, str]:
     return "fused", f"{name} on integers ({engines}), fused: few C++ calls a token"
 
 
-def _check_cache(name: str, model: Transformer, kv_bits: int) -> None:
-    """Raise UserError where no cache can be rounded beside the model."""
-    if all(block.self_attn is None for block in model.blocks):
-        raise UserError(
-            f"no layer of {name} has attention, so a cache has nothing to keep; leave out "
-            f"--kv-bits {kv_bits}"
-        )
-    record = quantization(model)
+def _check_cache(writer: Writer) -> None:
+    """Raise UserError where nothing can be rounded beside the model, found out on one token."""
+    record = quantization(writer.model)
     if record is not None and any(s.site.kind in ("key", "value") for s in record.activations):
-        raise UserError(f"{name} rounds its cache already; leave out --kv-bits {kv_bits}")
+        raise UserError(f"{writer.name} rounds its cache already; leave out --kv-bits")
+    steps, why = writer.steps(), "a cache has nothing to keep"
+    try:
+        with torch.no_grad():
+            steps.logits([0])
+    except (ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
+        why = " ".join(str(error).split())[:160]
+    if not steps.num_bytes:
+        raise UserError(
+            f"{writer.name} keeps no keys and values that could be rounded ({why}); leave out "
+            "--kv-bits, or -KV of the scheme"
+        )
 
 
 def _device(name: str, *, quantised: bool) -> torch.device:
