@@ -225,6 +225,8 @@ def test_a_wrong_setting_claims_no_directory_and_costs_no_former_run(run, tiny, 
     for path, fresh in ((tmp_path / "new", False), (run.path, True)):
         with pytest.raises(UserError, match="no/such/text"):
             train(wrong, path, fresh=fresh)
+        with pytest.raises(UserError, match="ids up to 279 but the model's vocab_size is 279"):
+            train(tiny.replace(model={"vocab_size": 279}), path, data=data, fresh=fresh)
     assert not (tmp_path / "new").exists()
     assert sorted(p.name for p in run.path.iterdir()) == before
 

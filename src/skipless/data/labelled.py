@@ -34,9 +34,10 @@ def open_loader(
     """The training batches of a run: `.batch(step)` -> (input_ids [B, T], labels).
 
     labels are [B, T], the next tokens, or [B] where the model classifies. Raises UserError as the
-    two loaders do.
+    two loaders do, and for text whose vocabulary the model does not have.
     """
     train = config.train
+    data.train.check_vocabulary(config.model.vocab_size)
     sizes = (train.sequence_length, train.batch_size, train.seed, rank, world_size)
     if config.model.num_labels is None:
         return Loader(data.train, *sizes)
@@ -47,10 +48,14 @@ def open_loader(
 def open_batches(
     config: RunConfig, data: PreparedData, split: Split, batch_size: int, num_tokens: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A fixed list of (input_ids, labels) of a split, about `num_tokens` in all."""
+    """A fixed list of (input_ids, labels) of a split, about `num_tokens` in all.
+
+    Raises UserError for text whose vocabulary the model does not have.
+    """
     length = config.train.sequence_length
+    shard = data.train if split == "train" else data.held_out
+    shard.check_vocabulary(config.model.vocab_size)
     if config.model.num_labels is None:
-        shard = data.train if split == "train" else data.held_out
         return evaluation_batches(shard, length, batch_size, num_tokens)
     _check_labels(config, data)
     return Passages(data, split, length).spread(batch_size, num_tokens)

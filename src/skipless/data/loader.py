@@ -66,10 +66,6 @@ class Loader:
             out[here] = permute(offsets[here], self.num_windows, seed=self.seed, epoch=int(epoch))
         return out
 
-    def epoch(self, step: int) -> float:
-        """How many times the shard has been gone through before `step`."""
-        return step * self.batch_size / self.num_windows
-
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(input_ids, labels) of `step`; see the class."""
         if step < 0:
