@@ -1,6 +1,7 @@
 """`--images` and `--audio`: what reaches the model, and one sentence for what is wrong."""
 
 import json
+import shlex
 import shutil
 import wave
 
@@ -110,6 +111,9 @@ def test_a_vision_model_is_diagnosed_on_files(folders, pictures, tmp_path, capsy
     assert found["num_tokens"] == 5 * (4 + 1) and found["num_batches"] == 2
     assert found["about"].startswith("5 images") and len(found["layers"]) == 2
     assert found["damage"]["kind"] == "distance" and (out / "index.html").exists()
+    line = shlex.split(found["command"])  # what it found can be pasted, for images too
+    assert line == ["skipless", "quantize", str(folders / "vit"), "--images", str(pictures)]
+    assert main([*line[1:], "--schemes", "W8A8", "--scopes", "block"]) == 0
 
 
 def test_clip_reads_captions(folders, pictures, tmp_path):
