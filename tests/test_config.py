@@ -199,6 +199,11 @@ def test_a_setting_without_effect_is_refused_where_it_is_given(idle, ruling):
     override(RunConfig(), {**ruling, name: default if default is not None else "none"})
 
 
+def test_the_published_steps_refresh_their_bases_as_often_as_they_are_told():
+    changes = {"optim.name": "kl_shampoo", "optim.reference": "true", "optim.refresh_every": "3"}
+    assert override(RunConfig(), changes).effective().optim.refresh_every == 3
+
+
 def test_what_a_recipe_holds_may_lose_its_effect():
     held = RunConfig(optim=OptimizerRecipe(name="kl_shampoo", refresh_every=5))
     assert override(held, {"optim.name": "muon"}).optim.refresh_every == 5

@@ -89,7 +89,7 @@ OPTIMIZER = (
     Rule("name", _is("muon"), ("betas", "eps")),
     Rule("name", _is_not("muon"), ("momentum", "muon_scale", "muon_steps")),
     Rule("name", _is("adamw", "muon"), ("block_size", "refresh_every", "root", "update_rms")),
-    Rule("reference", _is(True), ("block_size", "refresh_every", "root")),
+    Rule("reference", _is(True), ("block_size", "root")),
 )
 TRAIN = (
     Rule("schedule", _is("constant"), ("min_lr_ratio",)),

@@ -82,15 +82,17 @@ def numpy_default(grads, w, *, lr, b1, b2, decay, every=10):
     return w
 
 
-def test_reference_mode_is_the_seven_steps():
+@pytest.mark.parametrize("every", [10, 3])
+def test_reference_mode_is_the_seven_steps(every):
     grads = gradients(50, 8, 8)
     start = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     ours, *_ = weights_after(
-        KLShampoo, grads, start, lr=1e-3, betas=(0.9, 0.98), reference=True, weight_decay=0.01
-    )
+        KLShampoo, grads, start, lr=1e-3, betas=(0.9, 0.98), reference=True, weight_decay=0.01,
+        refresh_every=every,
+    )  # fmt: skip
     theirs = numpy_reference(
         [g.numpy() for g in grads], start.double().numpy(),
-        lr=1e-3, b1=0.9, b2=0.98, eps=1e-8, decay=0.01,
+        lr=1e-3, b1=0.9, b2=0.98, eps=1e-8, decay=0.01, every=every,
     )  # fmt: skip
     assert np.abs(ours.numpy() - theirs).max() < 1e-5
     assert np.abs(theirs - start.double().numpy()).max() > 1e-3  # it went somewhere
@@ -260,6 +262,9 @@ def test_update_rms_is_what_was_asked(cls):
         ({"lr": float("nan")}, "finite"),
         ({"betas": (0.9, 1.0)}, "decays"),
         ({"start": "published"}, "reference=True"),
+        ({"reference": True, "rank": 8}, "where rank has no effect"),
+        ({"reference": True, "one_sided": True}, "where one_sided has no effect"),
+        ({"root": "eigh", "packed": True}, "packed=True needs eigenbases"),
         ({"block_size": 0}, "block_size is 0"),
     ],
 )

@@ -71,6 +71,7 @@ from skipless.optim.sharding import Sink
 from skipless.sharded import local
 
 ROOTS = ("auto", "eigh", "qr", "newton", "jacobi")
+MAX_SIDE, RANK = 4096, 64
 REFRESHES = {
     "qr": "a basis is refreshed by one QR power step, the first time by eigh",
     "jacobi": "a basis is refreshed by Jacobi sweeps, matrix products alone",
@@ -118,9 +119,9 @@ class Whitening(RoleOptimizer):
         update_rms: float | None = None,
         reference: bool = False,
         start: str | None = None,
-        max_side: int = 4096,
+        max_side: int = MAX_SIDE,
         wide: str = "diagonal",
-        rank: int = 64,
+        rank: int = RANK,
         one_sided: bool = False,
         momentum_dtype: torch.dtype = torch.float32,
         packed: bool = False,
@@ -130,33 +131,33 @@ class Whitening(RoleOptimizer):
         for what, value in (("reference", reference), ("one_sided", one_sided),
                             ("packed", packed)):  # fmt: skip
             checking.either(what, value)
+        for what, value in (("refresh_every", refresh_every), ("max_side", max_side),
+                            ("rank", rank)):  # fmt: skip
+            checking.at_least_one(what, value)
         check_choice("root", root, ROOTS)
         check_choice("wide", wide, ("diagonal", "low_rank", "identity"))
         start = start or ("published" if reference else "gradient")
         check_choice("start", start, ("gradient", "published"))
-        if reference and self.algorithm != "kl_shampoo":
-            raise UserError(f"reference=True is KL-Shampoo's; {self.algorithm} has no such mode")
-        if start == "published" and not reference:
-            raise UserError("start='published' goes with reference=True; use start='gradient'")
-        if reference and routing.get("split"):
-            raise UserError(
-                "split cuts matrices and reference=True takes whole ones; leave one of them out"
-            )
-        if root == "newton" and self.tail == "adam":
-            raise UserError(f"{self.algorithm} needs eigenvectors; use root 'qr' or 'eigh'")
-        cached = root in ("eigh", "newton") and self.tail == "whiten"
-        if packed and (cached or reference):
-            mode = "reference=True" if reference else f"root={root!r}"
-            raise UserError(
-                f"packed=True needs eigenbases, which {mode} does not keep; leave it out"
-            )
-        for what, value in (("refresh_every", refresh_every), ("max_side", max_side),
-                            ("rank", rank)):  # fmt: skip
-            checking.at_least_one(what, value)
         _check_size("update_rms", update_rms)
         if momentum_dtype not in (torch.float32, torch.bfloat16):
             raise UserError(
                 f"momentum_dtype is {momentum_dtype}; torch.float32 or torch.bfloat16 was expected"
+            )
+        cached = root in ("eigh", "newton") and self.tail == "whiten"
+        if reference:
+            of_blocks = {
+                "split": bool(routing.get("split")), "packed": packed, "one_sided": one_sided,
+                "max_side": max_side != MAX_SIDE, "wide": wide != "diagonal", "rank": rank != RANK,
+                "momentum_dtype": momentum_dtype != torch.float32,
+            }  # fmt: skip
+            self._check_reference([name for name, given in of_blocks.items() if given])
+        elif start == "published":
+            raise UserError("start='published' goes with reference=True; use start='gradient'")
+        if root == "newton" and self.tail == "adam":
+            raise UserError(f"{self.algorithm} needs eigenvectors; use root 'qr' or 'eigh'")
+        if packed and cached:
+            raise UserError(
+                f"packed=True needs eigenbases, which root={root!r} does not keep; leave it out"
             )
         self._reference, self._start, self._root = reference, start, root
         self._cached_root = root if cached else None
@@ -176,6 +177,17 @@ class Whitening(RoleOptimizer):
             extra={"refresh_every": refresh_every, "update_rms": update_rms},
             **routing,
         )
+
+    def _check_reference(self, of_blocks: list[str]) -> None:
+        """The published steps: KL-Shampoo's, on whole matrices, so that settings of blocks would
+        mean nothing."""
+        if self.algorithm != "kl_shampoo":
+            raise UserError(f"reference=True is KL-Shampoo's; {self.algorithm} has no such mode")
+        if of_blocks:
+            raise UserError(
+                f"reference=True takes whole matrices as they are, where {of_blocks[0]} has no "
+                "effect; leave one of them out"
+            )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
