@@ -73,8 +73,9 @@ def same_on(kind: str, model: Transformer, tokens, **arguments):
     return device
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
-@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize(("kind", "join"), [("cuda", join) for join in JOINS] + [
+    ("mps", "sphere"), ("mps", "gated"), ("mps", "universal"),
+])  # fmt: skip
 def test_connections(kind, join):
     tokens = IDS
     same_on(kind, small(connection=JOINS[join]), tokens, labels=tokens)
@@ -104,8 +105,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("kind", "option"), [("cuda", option) for option in OPTIONS] + [
+    ("mps", "identity bias"), ("mps", "temperature"),
+])  # fmt: skip
 def test_options(kind, option):
     tokens, mask = IDS, torch.ones(2, 22, dtype=torch.long)
     mask[1, :4] = 0
@@ -117,8 +119,9 @@ def test_classification_head():
     same_on("cuda", small(num_labels=3, causal=False), IDS, labels=labels)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
-@pytest.mark.parametrize("aligner", CAUSAL)
+@pytest.mark.parametrize(("kind", "aligner"), [
+    ("cuda", "mean"), ("cuda", "cholesky"), ("mps", "diagonal"), ("mps", "bures"),
+])  # fmt: skip
 def test_caches_and_generation(kind, aligner):
     model = universal(aligner)
     expected = model.generate(IDS, 6)
@@ -152,7 +155,7 @@ def test_greedy_generation_waits_for_the_device_at_its_ends():
 
 def test_autocast():
     with pretend("cuda"), torch.autocast("cuda", dtype=torch.bfloat16):
-        for aligner in CAUSAL:
+        for aligner in ("diagonal", "bures"):
             model = universal(aligner).train().to("cuda")
             loss = model(IDS.to("cuda"), labels=IDS.to("cuda")).loss
             loss.backward()
@@ -229,3 +232,13 @@ def test_the_kernels_take_what_they_are_given():
     assert between == ["output", "logsumexp", "cum_seq_q", "cum_seq_k", "max_q", "max_k"]
     assert [a.name for a in backward.arguments[1:10]] == given[:3] + ["out", *between[1:]]
     assert [a.name for a in backward.arguments[10:12]] == given[3:5]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_warm_up_of_interpolators(kind):
+    from skipless.model.warmup import record_pairs, warm_up
+
+    with pretend(kind):
+        model = universal("mean").to(kind)
+        fits = warm_up(model, record_pairs(model, [IDS.to(kind)]), steps=2)
+        assert len(fits) == 4 and all(fit.after >= 0 for fit in fits.values())

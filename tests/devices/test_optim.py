@@ -71,17 +71,22 @@ def ids():
     return torch.randint(0, 12, (4, 9), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
-@pytest.mark.parametrize("name", SETTINGS)
+FACTORS = ("AdamW", "Muon", "KL-Shampoo", "KL-Shampoo eigh", "KL-Shampoo low rank",
+           "KL-Shampoo reference", "SOAP")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("cuda", name) for name in SETTINGS] + [("mps", name) for name in FACTORS]
+)
 def test_steps(kind, name):
     torch.manual_seed(0)
     net = Net()
     twin, optimizer = copy.deepcopy(net), build(name, net)
-    for _ in range(5):
+    for _ in range(4):
         step(net, optimizer, ids())
     with pretend(kind) as device:
         found = build(name, twin.to(kind))
-        for _ in range(5):
+        for _ in range(4):
             step(twin, found, ids().to(kind))
         for key, p in twin.named_parameters():
             assert p.device == device.device

@@ -106,3 +106,21 @@ def test_the_doctor(kind, monkeypatch):
             net, {k: v.to(kind) for k, v in batch.items()}, against=model().to(kind)
         )
         assert set(expected.findings) <= set(found.findings)
+
+
+def test_a_log_of_a_training_loop_of_ones_own(tmp_path):
+    from skipless.probes.callbacks import ProbeLog
+
+    with pretend("cuda"):
+        net = model().to("cuda").train()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        log = ProbeLog(net, tmp_path / "log", every=1)
+        for step in (1, 2):
+            with log.step(step) as row:
+                loss = net(IDS.to("cuda"), labels=IDS.to("cuda")).loss
+                loss.backward()
+                row["loss"] = loss
+            optimizer.step()
+            optimizer.zero_grad()
+        log.close()
+    assert (tmp_path / "log" / "probes.jsonl").read_text().count("\n") == 2

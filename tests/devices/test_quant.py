@@ -214,3 +214,38 @@ def test_a_part_moved_after_fuse_is_refused(part):
                 store.packed.to("cuda")
         with pytest.raises(UserError, match="reads memory of the CPU"):
             own(IDS[:, :1], cache=cache)
+
+
+def test_a_model_moved_after_it_was_quantised():
+    own = model()
+    before = logits(own)
+    quantize(own, "W4A8-static", "block", calibration=[IDS])
+    expected = logits(own)
+    with pretend("cuda"):
+        own.to("cuda")
+        torch.testing.assert_close(
+            logits(own, IDS.to("cuda")).cpu(), expected, rtol=1e-3, atol=1e-2
+        )
+        with paused(own):
+            exact = logits(own, IDS.to("cuda"))
+        torch.testing.assert_close(exact.cpu(), before, rtol=1e-3, atol=1e-3)
+        to_integer(own)
+        assert logits(own, IDS.to("cuda")).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["cuda", "mps"])
+def test_convolutions(kind):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1, bias=True), torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 8, 3, stride=2, groups=2), torch.nn.Flatten(), torch.nn.Linear(72, 5),
+    ).eval()  # fmt: skip
+    x = torch.randn(2, 3, 8, 8)
+    twin = copy.deepcopy(net)
+    quantize(net, "W8A8", include_convolutions=True)
+    with torch.no_grad(), pretend(kind):
+        quantize(twin.to(kind), "W8A8", include_convolutions=True)
+        found = twin(x.to(kind))
+        torch.testing.assert_close(found.cpu(), net(x), rtol=1e-3, atol=2e-2)
+        to_integer(twin)
+        torch.testing.assert_close(twin(x.to(kind)), found, rtol=1e-3, atol=2e-2)
