@@ -1,4 +1,4 @@
-"""What `unread` calls without effect has none: another value gives the same numbers, bit for bit."""
+"""What `unread` calls without effect has none: another value gives the same numbers, exactly."""
 
 import dataclasses
 import typing
