@@ -37,6 +37,10 @@ def numbers_of_universal(config: UniversalConfig) -> list[torch.Tensor]:
     return [model_of(connection=join, causal=causal)(IDS).logits]
 
 
+def numbers_of_model(config: ModelConfig) -> list[torch.Tensor]:
+    return [model_of(position=config.position, rope_theta=config.rope_theta)(IDS).logits]
+
+
 def numbers_of_start(config: InitConfig) -> list[torch.Tensor]:
     return list(Transformer(ModelConfig(**SMALL, init=config)).parameters())
 
@@ -60,6 +64,7 @@ def numbers_of_training(config: TrainConfig) -> list[torch.Tensor]:
 
 CASES: list[tuple[type, Any, dict[str, Any]]] = [
     (UniversalConfig, numbers_of_universal, {}),
+    (ModelConfig, numbers_of_model, {}),
     (InitConfig, numbers_of_start, {}),
     (OptimizerRecipe, numbers_of_optimizer, {"refresh_every": 2, "block_size": 8}),
     (TrainConfig, numbers_of_training, {}),
@@ -117,6 +122,7 @@ def test_it_has_no_effect(cls, numbers, base, ruling, field):
         (UniversalConfig, numbers_of_universal, {"rank": 3}),
         (UniversalConfig, numbers_of_universal, {"shrinkage": 1.0}),
         (UniversalConfig, numbers_of_universal, {"gate": "constant"}),
+        (ModelConfig, numbers_of_model, {"rope_theta": 100.0}),
         (InitConfig, numbers_of_start, {"query_key": "haar"}),
         (OptimizerRecipe, numbers_of_optimizer, {"betas": (0.5, 0.6)}),
         (TrainConfig, numbers_of_training, {"min_lr_ratio": 0.3}),

@@ -119,6 +119,8 @@ class ModelConfig(Config):
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
     init: InitConfig = field(default_factory=InitConfig)
 
+    rules: ClassVar[tuple[unread.Rule, ...]] = unread.MODEL
+
     def __post_init__(self) -> None:
         checks.check_model(self)
 

@@ -85,6 +85,7 @@ INIT = (
     Rule("query_key", _is_not("cs"), ("cs_a", "cs_b")),
     Rule("mlp", _is_not("suo"), ("a_up", "a_down", "suo_correction")),
 )
+MODEL = (Rule("position", _is_not("rope"), ("rope_theta",)),)
 OPTIMIZER = (
     Rule("name", _is("muon"), ("betas", "eps")),
     Rule("name", _is_not("muon"), ("momentum", "muon_scale", "muon_steps")),
