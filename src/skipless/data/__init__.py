@@ -11,10 +11,10 @@ import dataclasses
 from pathlib import Path
 
 from skipless.data import fetching, hub
+from skipless.data.batches import open_batches, open_loader
 from skipless.data.catalog import SOURCES
 from skipless.data.documents import Document, read_path
 from skipless.data.fetching import UnreachableError, cache_dir
-from skipless.data.labelled import open_batches, open_loader
 from skipless.data.loader import Loader, evaluation_batches
 from skipless.data.preparing import PreparedData, prepare
 from skipless.data.shards import Shard, write_shard
