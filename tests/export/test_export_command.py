@@ -32,6 +32,7 @@ def test_options_name_formats_that_exist():
         (["--format", "onnx"], "--out is missing"),
         (["--format", "onnx", "--scope", "block", "--out", "a.onnx"], "--scope rounds nothing"),
         (["--num-tokens", "0", "--out", "a"], "--num-tokens is '0'"),
+        (["--format", "hf", "--num-tokens", "9"], "--num-tokens is not for --format hf"),
     ],
 )
 def test_misuse_is_told_before_anything_is_read(words, told, capsys, tmp_path, monkeypatch):

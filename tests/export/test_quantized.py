@@ -275,6 +275,32 @@ def test_damaged_folders_of_transformers_are_refused(tmp_path, capfd):
         load_quantized(folder)
 
 
+@pytest.mark.parametrize("make", [ours, llama])
+@pytest.mark.parametrize("key", ["scheme", "scope", "method", "layers", "weights", "ranges"])
+def test_settings_that_are_damaged(tmp_path, make, key):
+    model = make()
+    quantize(model, "W8A8-static", calibration=[IDS])
+    folder = save_quantized(model, tmp_path / "saved")
+    config = json.loads((folder / "config.json").read_text())
+    for value in (7, None):
+        config["quantization_config"][key] = value
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=rf"saved.* {value} for .*\.{key}") as caught:
+            load_quantized(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_drawn_that_the_file_replaces(tmp_path, monkeypatch):
+    """Orthogonal starts of a wide model take longer than reading it."""
+    model = ours("anneal")
+    model.set_training_progress(0.3)
+    quantize(model, "W8A8")
+    folder = save_quantized(model, tmp_path / "saved")
+    monkeypatch.setattr("skipless.model.transformer.initialize", None)
+    again = load_quantized(folder)
+    assert torch.equal(logits(again), logits(model)) and not any(p.is_meta for p in again.buffers())
+
+
 def test_places_modes_and_what_a_kill_left(tmp_path):
     model = ours()
     quantize(model, "W8A8")

@@ -11,13 +11,14 @@ from skipless.cli.slimming import Model
 from skipless.cli.terminal import print_json
 from skipless.errors import UserError
 
+NUM_TOKENS = 4096
 PACKED = ("skipless", "compressed-tensors")
 OPTIONS = {
     "scheme": (*PACKED, "onnx", "gguf"), "scope": (*PACKED, "onnx"), "method": (*PACKED, "onnx"),
     "override": (*PACKED, "onnx"), "include_head": (*PACKED, "onnx"), "cached": ("onnx",),
     "include_convolutions": PACKED,
     "dtype": ("gguf",), "norm_gains": ("llama", "gguf"), "text": (*PACKED, "onnx", "llama"),
-    "remote_code": ("hf",),
+    "num_tokens": (*PACKED, "onnx", "llama"), "remote_code": ("hf",),
 }  # fmt: skip
 """Formats that read an option; any other refuses it."""
 ROUNDING = ("scope", "method", "override", "include_head", "text")
@@ -49,7 +50,7 @@ def export(
     norm_gains: Switch = False,
     remote_code: Switch = False,
     text: Annotated[tuple[str, ...], option("TEXT [TEXT ...]", default="the run's own")] = (),
-    num_tokens: Annotated[str, option("TOKENS")] = "4096",
+    num_tokens: Annotated[str | None, option("TOKENS", default="4096")] = None,
     json: AsJson = False,
 ) -> None:
     """Write a model for other programs, read it back and print the difference.
@@ -83,19 +84,17 @@ def export(
         "override": bool(override), "include_head": include_head, "cached": cached,
         "dtype": dtype != "f32", "norm_gains": norm_gains, "text": bool(text),
         "remote_code": remote_code, "include_convolutions": include_convolutions,
+        "num_tokens": num_tokens is not None,
     }  # fmt: skip
     _check_options(format, {name for name, is_given in given.items() if is_given})
-    tokens = whole_number("--num-tokens", num_tokens)
-    assert tokens is not None, "it has a default"
+    tokens = whole_number("--num-tokens", num_tokens) or NUM_TOKENS
     path = _free(out, format)
     if cached and path.suffix != ".onnx":
         raise UserError("--cached is for FILE.onnx; a folder holds both graphs anyway")
     rounding = {
         "scope": scope, "method": method, "overrides": override, "include_head": include_head,
-        "text": text, "num_tokens": tokens,
+        "include_convolutions": include_convolutions, "text": text, "num_tokens": tokens,
     }  # fmt: skip
-    if include_convolutions:
-        rounding["include_convolutions"] = True
     writers: dict[str, Callable[[], tuple[list[str], dict[str, Any], str]]] = {
         "skipless": lambda: _packed(model, path, scheme or "W8A8", format, rounding),
         "compressed-tensors": lambda: _packed(model, path, scheme or "W8A8", format, rounding),

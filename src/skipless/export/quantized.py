@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from skipless.config import ModelConfig
@@ -29,11 +30,16 @@ from skipless.model import Transformer
 from skipless.outputs import free_folder, replaced_folder, set_aside
 from skipless.quant import Quantization, quantization, to_integer
 from skipless.quant.bits import SUFFIXES, unpack_weight
-from skipless.quant.saved import METHOD, is_packed, resume, saved_form
+from skipless.quant.saved import METHOD, VERSION, is_packed, resume, saved_form
 
 LAYOUTS = ("skipless", "compressed-tensors")
 MODEL_TYPE = "skipless"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_KINDS = {
+    "scheme": str, "scope": str, "include_head": bool, "method": str,
+    "layers": list, "weights": dict, "ranges": dict,
+}  # fmt: skip
+"""Of the settings in `quantization_config`."""
 
 
 def save_quantized(
@@ -133,16 +139,18 @@ def _load_ours(path: Path, config: dict[str, Any]) -> Transformer:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path / _WEIGHTS} cannot be read ({error}); save it again") from None
     plain = {n: t for n, t in tensors.items() if not is_packed(n, settings)}
-    model = Transformer(ModelConfig.from_dict(config["model"], where="model."))
+    with torch.device("meta"):  # to draw weights that the file replaces takes long
+        model = Transformer(ModelConfig.from_dict(config["model"], where="model."))
     own = model.state_dict()
-    tied = {id(p): n for n, p in model.named_parameters()}
-    missing = set(tied.values()) - set(plain) - set(settings["weights"])
+    tied_too = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    needed = {n for n, _ in model.named_parameters()} | (set(own) - tied_too)
+    missing = needed - set(plain) - set(settings["weights"])
     wrong = [n for n, t in plain.items() if n not in own or own[n].shape != t.shape]
     if missing or wrong:
         name = sorted(missing or wrong)[0]
         raise UserError(f"{name} in {path} does not fit its config.json; save the model again")
     dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None)
-    model.to(dtype)
+    model.to_empty(device="cpu").to(dtype)
     model.load_state_dict(plain, strict=False)
     resume(model, tensors, settings)
     return model
@@ -162,6 +170,12 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} holds no model quantised by skipless; save one with save_quantized or "
             "`skipless export`"
         )
+    for key, kind in _KINDS.items():
+        if settings.get("version") == VERSION and not isinstance(settings.get(key), kind):
+            raise UserError(
+                f"{file} says {settings.get(key)!r} for quantization_config.{key}, which "
+                "save_quantized does not write; save the model again"
+            )
     return config
 
 

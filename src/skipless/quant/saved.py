@@ -28,7 +28,7 @@ from skipless.quant.weights import QuantizedWeight
 from skipless.scheme import Scheme
 
 METHOD = "skipless"
-_VERSION = 1
+VERSION = 1
 
 
 def saved_form(
@@ -77,7 +77,7 @@ def _settings(record: Quantization, weights: dict[str, Any]) -> dict[str, Any]:
     layers = {weight.layer for weight in record.weights}
     layers |= {site.site.layer for site in record.activations}
     return {
-        "quant_method": METHOD, "version": _VERSION, "scheme": str(record.scheme),
+        "quant_method": METHOD, "version": VERSION, "scheme": str(record.scheme),
         "scope": record.scope, "include_head": record.include_head,
         "include_convolutions": record.include_convolutions, "method": record.method,
         "layers": sorted(layers, key=lambda layer: (layer is None, layer or 0)),
@@ -132,10 +132,10 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
     `tensors` need hold the packed ones only. Raises UserError for settings of a later version, a
     model that does not have these weights, and damaged tensors; the model then is not quantised.
     """
-    if settings.get("version") != _VERSION:
+    if settings.get("version") != VERSION:
         raise UserError(
             f"the quantisation was saved in version {settings.get('version')!r} of the format and "
-            f"this skipless reads {_VERSION}; install a newer skipless"
+            f"this skipless reads {VERSION}; install a newer skipless"
         )
     model = unwrapped(model)
     codes = read_codes(tensors, settings)
