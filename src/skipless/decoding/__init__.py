@@ -25,6 +25,7 @@ from skipless.decoding.state import BlockState
 from skipless.errors import UserError
 from skipless.model import Block, Transformer
 from skipless.quant import quantization
+from skipless.quant.integers.fused import engine_of_steps
 
 __all__ = ["fuse", "unfuse"]
 
@@ -56,7 +57,8 @@ def fuse(model: Transformer) -> Transformer:
         )
     if any(isinstance(handle, _Handle) for handle in record.handles):
         raise UserError("the model is fused already")
-    states = [BlockState(block, record) for block in model.blocks]
+    engine = engine_of_steps(model)
+    states = [BlockState(block, record, engine) for block in model.blocks]
     for index, state in enumerate(states):
         try:
             state.build()

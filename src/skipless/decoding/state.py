@@ -52,8 +52,8 @@ def mark(tensor: Tensor | None) -> tuple[int, int] | None:
 class BlockState:
     """What a fused block carries; built again after a copy, since it holds addresses."""
 
-    def __init__(self, block: Block, record: Quantization) -> None:
-        self.block, self.record = block, record
+    def __init__(self, block: Block, record: Quantization, engine: str) -> None:
+        self.block, self.record, self.engine = block, record, engine
         self.stack: Any = None  # `stack.Stack`, if the model has one
         self.prepare()
 
@@ -78,7 +78,7 @@ class BlockState:
 
         twin = BlockState.__new__(BlockState)
         memo[id(self)] = twin
-        twin.is_ready = False
+        twin.is_ready, twin.engine = False, self.engine
         twin.block = copy.deepcopy(self.block, memo)
         twin.record = copy.deepcopy(self.record, memo)
         twin.stack = copy.deepcopy(self.stack, memo)
@@ -166,7 +166,7 @@ class BlockState:
         if attention.identity_bias is not None:
             self._watch(attention, "identity_bias")
         return attention_step(
-            self.norm_of(norm),
+            self.engine, self.norm_of(norm),
             (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
             (attention.num_heads, attention.num_key_value_heads, attention.head_dim),
             scale, attention.identity_bias, self._site("key"), self._site("value"),
@@ -178,7 +178,9 @@ class BlockState:
         names = [name for name, kind in ACTIVATIONS.items() if type(mlp.act) is kind]
         if not names:
             raise UserError(f"its activation is {type(mlp.act).__name__}, which no step computes")
-        return mlp_step(self.norm_of(norm), mlp.gate_proj, mlp.up_proj, mlp.down_proj, names[0])
+        return mlp_step(
+            self.engine, self.norm_of(norm), mlp.gate_proj, mlp.up_proj, mlp.down_proj, names[0]
+        )
 
     def norm_of(self, norm: nn.Module | None) -> tuple[str, Tensor | None, Tensor | None, float]:
         if norm is None:

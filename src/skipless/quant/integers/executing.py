@@ -16,7 +16,6 @@ from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.fake import Codes, simulate
 from skipless.quant.integers.codes import given_step, site_codes
 from skipless.quant.integers.engines import ENGINES, Engine, KernelEngine, Prepared, Problem
-from skipless.quant.integers.hardware import fastest_kernel
 from skipless.quant.subclasses import Replaced, named
 from skipless.quant.weights import QuantizedWeight
 from skipless.sites import bias_of
@@ -39,7 +38,7 @@ class Executed:
     alone: bool = False
     """Nobody else wanted the codes this layer made, so that they can stay inside one C++ call."""
     panels: tuple[str, Prepared] | None = None
-    """For fused steps, if `engine` is none of the C++ ones: one that is, with the same weight."""
+    """For fused steps, if they run by another engine than `engine`: that one, and its weight."""
 
     @property
     def prepared(self) -> Prepared:
@@ -53,25 +52,20 @@ def packed(engine: Engine, weight: Codes, problem: Problem) -> Prepared:
     return engine.prepare(weight.codes.to(torch.int16), scale, problem)
 
 
-def in_panels(own: Executed) -> tuple[KernelEngine, Prepared]:
-    """A C++ engine and the layer's weight packed for it, what fused steps read.
+def in_panels(own: Executed, name: str) -> tuple[KernelEngine, Prepared]:
+    """The C++ engine called `name` and the layer's weight packed for it, what fused steps read.
 
-    Where another engine is faster on whole texts and runs the layer, the weight is packed once more
-    beside it. Raises UserError if no C++ engine computes this product exactly here.
+    Where another engine runs the layer, the weight is packed once more beside it. Raises UserError
+    if that engine does not compute this product exactly.
     """
-    engine = ENGINES[own.engine]
-    if isinstance(engine, KernelEngine):
-        return engine, own.prepared
-    if own.panels is None:
-        kernel = fastest_kernel()
-        if kernel is None:
-            raise UserError("a fused step needs a C++ compiler; set CXX to one")
-        own.weight.check_unchanged()
-        own.panels = kernel.name, packed(kernel, own.weight.codes(), own.prepared.problem)
-    name, prepared = own.panels
     kernel = ENGINES[name]
-    assert isinstance(kernel, KernelEngine), "chosen above"
-    return kernel, prepared
+    assert isinstance(kernel, KernelEngine), "`engine_of_steps` chose it"
+    if own.engine == name:
+        return kernel, own.prepared
+    if own.panels is None or own.panels[0] != name:
+        own.weight.check_unchanged()
+        own.panels = name, packed(kernel, own.weight.codes(), own.prepared.problem)
+    return kernel, own.panels[1]
 
 
 @dataclass

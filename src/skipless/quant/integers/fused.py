@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.integers import building
+from skipless.quant.integers.engines import ENGINES, KernelEngine
 from skipless.quant.integers.executing import in_panels
 from skipless.quant.integers.hardware import fastest_kernel
-from skipless.quant.integers.layers import integer_state
+from skipless.quant.integers.layers import integer_layers, integer_state
 from skipless.quant.integers.structures import (
     ACTIVATIONS,
     NORMS,
@@ -54,11 +55,11 @@ class Step:
 
 
 class Builder:
-    """Fills structures and keeps what their addresses point to."""
+    """Fills structures for one C++ engine and keeps what their addresses point to."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str = "") -> None:
         self.kept: list[Any] = []
-        self.engine = ""
+        self.engine = engine
 
     def address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -77,10 +78,7 @@ class Builder:
             raise UserError(
                 "a fused step needs linear layers that run on integers; call to_integer first"
             )
-        engine, prepared = in_panels(own)
-        if self.engine not in ("", engine.name):
-            raise UserError("the layers of one sublayer run by different engines; name one")
-        self.engine, site = engine.name, own.quantizer
+        (engine, prepared), site = in_panels(own, self.engine), own.quantizer
         form, block = engine.form(prepared)
         self.kept.append(prepared)
         return Linear(
@@ -103,6 +101,23 @@ class Builder:
             structure=structure, function=getattr(loaded, f"skipless_{name}"), loaded=loaded,
             kept=self.kept, sites=sites,
         )  # fmt: skip
+
+
+def engine_of_steps(model: nn.Module) -> str:
+    """The one C++ engine for all fused steps of a model: that of its layers if they agree, else the
+    fastest. Raises UserError without any.
+
+    Layers may differ, since each got the one that was fastest when it was looked for, and packed
+    weights are read by their own engine alone.
+    """
+    names = {name for name in integer_layers(model).values()
+             if isinstance(ENGINES[name], KernelEngine)}  # fmt: skip
+    if len(names) == 1:
+        return names.pop()
+    kernel = fastest_kernel()
+    if kernel is None:
+        raise UserError("a fused step needs a C++ compiler; set CXX to one")
+    return kernel.name
 
 
 def _step(site: ActivationQuantizer) -> float:
@@ -134,6 +149,7 @@ def _rounding(site: ActivationQuantizer | None) -> Rounding:
 
 
 def attention_step(
+    engine: str,
     norm: tuple[str, Tensor | None, Tensor | None, float],
     projections: tuple[nn.Module, nn.Module, nn.Module, nn.Module],
     heads: tuple[int, int, int],
@@ -144,11 +160,11 @@ def attention_step(
 ) -> Step:
     """The step of an attention sublayer.
 
-    `norm` kind, gain, bias, epsilon; `projections` q, k, v, o; `heads` H, G, K; `head_scale` [H]
-    multiplies the logits; `key` and `value` quantise the cache, None keeps float32. Raises
-    UserError, leaving everything alone, for what no step covers.
+    `engine` of `engine_of_steps`; `norm` kind, gain, bias, epsilon; `projections` q, k, v, o;
+    `heads` H, G, K; `head_scale` [H] multiplies the logits; `key` and `value` quantise the cache,
+    None keeps float32. Raises UserError, leaving everything alone, for what no step covers.
     """
-    make = Builder()
+    make = Builder(engine)
     q, k, v, o = (make.linear(module) for module in projections)
     structure = Attention(
         norm=make.norm(*norm), q=q, k=k, v=v, o=o, key=_rounding(key), value=_rounding(value),
@@ -160,6 +176,7 @@ def attention_step(
 
 
 def mlp_step(
+    engine: str,
     norm: tuple[str, Tensor | None, Tensor | None, float],
     gate: nn.Module | None,
     up: nn.Module,
@@ -167,7 +184,7 @@ def mlp_step(
     activation: str,
 ) -> Step:
     """The step of an MLP sublayer; arguments as in `attention_step`."""
-    make = Builder()
+    make = Builder(engine)
     structure = Mlp(
         norm=make.norm(*norm), gate=make.linear(gate) if gate is not None else Linear(),
         up=make.linear(up), down=make.linear(down), activation=ACTIVATIONS[activation],

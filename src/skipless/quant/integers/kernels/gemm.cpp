@@ -195,7 +195,7 @@ void find_offsets(const int8_t* codes, int64_t rows, int64_t width, int32_t offs
     for (int64_t r = piece * share; r < std::min(rows, (piece + 1) * share); ++r) {
       int32_t sum = 0;
       for (int64_t k = 0; k < width; ++k) sum += codes[r * width + k];
-      to[r] = sum * offset;
+      to[r] = static_cast<int32_t>(static_cast<uint32_t>(sum) * static_cast<uint32_t>(offset));
     }
   });
 }
