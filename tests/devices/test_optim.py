@@ -9,6 +9,7 @@ from pretend_device import pretend
 from torch import nn
 
 from skipless.optim import KLSOAP, SOAP, AdamW, KLShampoo, Muon, Shampoo
+from skipless.optim.roots import full_precision
 
 SETTINGS = {
     "AdamW": (AdamW, {}),
@@ -114,6 +115,27 @@ def test_what_auto_takes(cls):
         for _ in range(3):
             step(net, optimizer, ids().to("cuda"))
         assert not {"_linalg_eigh", "linalg_qr", "geqrf"} & device.ops.keys()
+
+
+@pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set"])
+def test_products_of_factors_are_no_tf32(way):
+    matmul = torch.backends.cuda.matmul
+    with pretend("cuda"):
+        net = Net().to("cuda")
+        optimizer = build("KL-Shampoo jacobi", net)
+        try:
+            if way == "set":
+                torch.set_float32_matmul_precision("high")
+            else:
+                setattr(matmul, way, "tf32" if way == "fp32_precision" else True)
+            with full_precision():
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == "tf32"
+            step(net, optimizer, ids().to("cuda"))
+        finally:
+            matmul.fp32_precision = "none"
+            torch.set_float32_matmul_precision("highest")
+            matmul.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Muon", "KL-Shampoo jacobi", "SOAP jacobi"])

@@ -32,12 +32,18 @@ def full_precision() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    # What `set_float32_matmul_precision` set shows here too; its own getter raises where somebody
+    # has set this.
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    if before in ("none", "ieee"):
+        yield
+        return
+    settings.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        settings.fp32_precision = before
 
 
 def largest_amplification(dim: int) -> int:
