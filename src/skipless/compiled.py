@@ -4,7 +4,8 @@ Compiled code calls the hooks that were there when it was traced, and looks for 
 compiles cannot be seen from the model either: a function around it may be compiled, too. So a
 change that is to last lets torch trace everything anew, and a look that lasts for the length of a
 with statement runs without compiled code. Both cost nothing where nothing was compiled.
-Read by `skipless.probes`, `skipless.quant`, `skipless.evaluate` and `skipless.surgery`.
+Read by `skipless.probes`, `skipless.quant`, `skipless.evaluate`, `skipless.train` and
+`skipless.surgery`.
 """
 
 from __future__ import annotations

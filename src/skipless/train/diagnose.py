@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import run_eagerly
 from skipless.errors import UserError
 from skipless.rundir import CHECKPOINTS, DIAGNOSIS, RunDir
 from skipless.sharded import local
 from skipless.train import checkpoint
-from skipless.train.distributed import World, uncompiled
+from skipless.train.distributed import World
 from skipless.train.measure import Batch
 from skipless.train.precision import autocast
 
@@ -112,7 +113,7 @@ def _outputs(model: nn.Module, batches: Iterable[Batch], world: World, precision
 
     handles = [m.register_forward_hook(watch(n)) for n, m in model.named_modules() if n]
     try:
-        with torch.no_grad(), uncompiled(model):
+        with torch.no_grad(), run_eagerly():
             for ids, labels in batches:
                 with autocast(precision, world.device):
                     model(ids.to(world.device), labels=labels.to(world.device))

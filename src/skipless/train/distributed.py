@@ -196,22 +196,6 @@ def average_gradients(model: nn.Module, on: bool) -> None:
     model.set_requires_gradient_sync(on)
 
 
-@contextlib.contextmanager
-def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled blocks eagerly inside: compiled code does not call hooks added later."""
-    compiled = {
-        module: module._compiled_call_impl
-        for module in model.modules()
-        if getattr(module, "_compiled_call_impl", None) is not None
-    }
-    drop_compiled(model)
-    try:
-        yield
-    finally:
-        for module, implementation in compiled.items():
-            module._compiled_call_impl = implementation
-
-
 def reshard(model: nn.Module) -> None:
     """Give whole weights back, so that parameters are the sharded ones the optimiser knows.
 

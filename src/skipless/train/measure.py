@@ -22,7 +22,7 @@ from skipless.errors import UserError
 from skipless.model import Transformer
 from skipless.probes import Probe, gradient_norms, isometry_drift
 from skipless.sharded import full
-from skipless.train.distributed import World, reshard, uncompiled
+from skipless.train.distributed import World, reshard
 from skipless.train.precision import autocast
 
 Batch = tuple[Tensor, Tensor]
@@ -113,7 +113,7 @@ def probe_row(
     isometry_error is how far the weights themselves are from scaled isometries. Every rank runs
     the same batches, so sharded and unsharded runs give the same row.
     """
-    with evaluating(model), uncompiled(model), Probe(model, stats=config.stats) as probe:
+    with evaluating(model), Probe(model, stats=config.stats) as probe:
         for ids, labels in batches:
             check()
             with autocast(precision, world.device):
