@@ -49,7 +49,7 @@ class Caller:
         In full precision only: a range would be one of all of them. A window that slides would be
         lost, since such a mask replaces the model's own.
         """
-        config = getattr(self.model, "config", None)
+        config: Any = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         return (

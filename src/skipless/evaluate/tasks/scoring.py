@@ -27,7 +27,7 @@ from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
 from skipless.evaluate.tasks.encoding import Encoded, shared_length
 from skipless.evaluate.tasks.planning import pieces, plan
-from skipless.evaluate.tasks.trees import grow, plan_trees
+from skipless.evaluate.tasks.trees import common_length, grow, plan_trees
 from skipless.quant import evaluation_mode, quantization
 
 Mode = Literal["auto", "tree", "shared", "plain", "single"]
@@ -127,8 +127,10 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
         return "plain", ""
     sample = _sample(sharing, is_rounded)
     expected, note = _score(model, sample, "plain"), ""
-    ways: list[Mode] = ["tree"] * caller.has_trees + ["shared"] * caller.has_cache
-    for mode in ways:
+    ways: list[tuple[Mode, bool]] = [("tree", caller.has_trees), ("shared", caller.has_cache)]
+    for mode, is_there in ways:
+        if not is_there:
+            continue
         try:
             gap = _gap(_score(model, sample, mode, always=True), expected)
         except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError,
@@ -148,11 +150,16 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
 
 
 def _sample(questions: list[Sequence[Encoded]], is_rounded: bool) -> list[Sequence[Encoded]]:
-    """The shortest two, since what a text must not see is another question's; where rounding may
-    agree on some by chance, four of the shorter half."""
+    """The shortest, and the next that parts from it, since what a text must not see may only be
+    another question's; where rounding may agree by chance, four of the shorter half."""
     by_size = sorted(questions, key=lambda q: sum(len(request.inputs) for request in q))
     if not is_rounded:
-        return by_size[:2]
+        first = by_size[0][0].inputs
+        parting = (
+            q for q in by_size
+            if common_length(first, q[0].inputs) < min(len(first), len(q[0].inputs))
+        )  # fmt: skip
+        return [by_size[0], *([other] if (other := next(parting, None)) else [])]
     return by_size[: len(by_size) // 2 + 1 : max(1, len(by_size) // 8)][:4]
 
 
