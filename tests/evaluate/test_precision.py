@@ -9,24 +9,31 @@ import torch
 
 from skipless.errors import UserError
 from skipless.evaluate import loss, precision_table, sensitivity
-from skipless.quant import Scheme, quantization, quantize, restore
+from skipless.quant import Scheme, quantization, quantize, restore, to_integer
 
 
 def test_rows_are_what_quantising_by_hand_gives(model, batches):
     before = {k: v.clone() for k, v in model.state_dict().items()}
     seen = []
     rows = precision_table(
-        model, iter(batches), ["W8A8", Scheme.parse("W2A3")], ["linear", "block", "all"],
-        on_row=seen.append,
+        model, iter(batches), ["W8A8", Scheme.parse("W2A3"), "W4A8-asym"],
+        ["linear", "block", "all"], on_row=seen.append,
     )  # fmt: skip
     assert seen == rows
     assert [(r["scheme"], r["scope"]) for r in rows] == [
-        (scheme, scope) for scheme in ("W8A8", "W2A3") for scope in ("linear", "block", "all")
+        (scheme, scope)
+        for scheme in ("W8A8", "W2A3", "W4A8-asym")
+        for scope in ("linear", "block", "all")
     ]
     full = loss(model, batches).nats
     for row in rows:
         quantize(model, row["scheme"], row["scope"])
-        assert loss(model, batches).nats == row["loss"]
+        if row["scheme"].endswith("asym"):
+            assert row["computed"] == "simulated"
+        else:
+            to_integer(model, "float")
+            assert row["computed"] == "integers"
+        assert loss(model, batches).nats == row["loss"], "to the bit, whatever engine was picked"
         restore(model)
         assert row["full_precision"] == full
         assert row["increase"] == row["loss"] - full

@@ -1,4 +1,4 @@
-"""Loss at full precision and under every scheme and scope: the table of the experiment (Q2).
+"""Loss at full precision and under every scheme and scope: the table of the experiment (Q2, Q4).
 
 Each increase has a paired standard error: both losses are of the same sequences, so that what
 makes a text hard for every model cancels. Read by the CLI, the report and `skipless.measure`.
@@ -15,7 +15,7 @@ from torch import nn
 
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list, sequence_losses
-from skipless.quant import Scheme, quantized
+from skipless.quant import Scheme, executed
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.methods import method_name, needs_data, parse_methods
 from skipless.quant.targets import find_targets
@@ -35,7 +35,9 @@ def precision_table(
     """One row a scheme, scope and method (`skipless.quant.methods`), in the order given.
 
     Keys: scheme, scope, method, include_head, loss, full_precision, increase (nats a token),
-    perplexity, standard_error (paired, of the increase; None for one sequence), num_tokens.
+    perplexity, standard_error (paired, of the increase; None for one sequence), num_tokens,
+    computed ("integers" where these cover the scheme, the losses then being those of execution to
+    the bit, else "simulated").
     `calibration` is for static schemes and for methods; `on_row` is called with each row as it is
     measured. Raises UserError for an empty list, a scheme, scope or method that does not exist, and
     as `loss` and `quantize` do; every name is checked before the first is measured. A method that
@@ -65,20 +67,21 @@ def precision_table(
             "num_tokens": int(full.counts.sum()),
         }  # fmt: skip
         try:
-            with quantized(
+            with executed(
                 model, scheme, scope, method=way, calibration=calibration, include_head=include_head
-            ):
+            ) as reason:
                 found = sequence_losses(model, batches)
             row |= {
                 "loss": found.nats,
                 "increase": found.nats - full.nats,
                 "perplexity": math.exp(found.nats) if found.nats < 700 else math.inf,
                 "standard_error": found.standard_error(full),
+                "computed": "simulated" if reason else "integers",
             }
         except UserError as error:
             if method_name(way) == "rtn":
                 raise
-            row |= dict.fromkeys(("loss", "increase", "perplexity", "standard_error"))
+            row |= dict.fromkeys(("loss", "increase", "perplexity", "standard_error", "computed"))
             row["refused"] = str(error)
         rows.append(row)
         if on_row is not None:

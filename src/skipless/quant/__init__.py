@@ -33,7 +33,13 @@ from skipless.quant.apply import (
 from skipless.quant.calibrate import evaluation_mode, placed, run_batch
 from skipless.quant.fake import Codes, clip_range, fake_quantize, integer_codes
 from skipless.quant.gaussian import gaussian_clip, gaussian_mse, gaussian_sqnr
-from skipless.quant.integers.layers import IntegerLinear, from_integer, integer_layers, to_integer
+from skipless.quant.integers.layers import (
+    IntegerLinear,
+    executed,
+    from_integer,
+    integer_layers,
+    to_integer,
+)
 from skipless.quant.methods import METHODS
 from skipless.quant.observers import RangeObserver
 from skipless.quant.targets import SCOPES
@@ -52,6 +58,7 @@ __all__ = [
     "Scheme",
     "clip_range",
     "evaluation_mode",
+    "executed",
     "fake_quantize",
     "from_integer",
     "gaussian_clip",

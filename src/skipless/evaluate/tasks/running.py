@@ -31,7 +31,7 @@ from skipless.evaluate.tasks.statistics import (
     bootstrap_interval,
     compare,
 )
-from skipless.quant import Scheme, quantized
+from skipless.quant import Scheme, executed
 from skipless.quant.targets import find_targets
 
 FULL = "full precision"
@@ -126,7 +126,7 @@ def under(
     """`model` quantised by `scheme` for the length of a with statement; as it is for None."""
     if scheme is None:
         return nullcontext()
-    return quantized(model, scheme, scope, calibration=calibration)
+    return executed(model, scheme, scope, calibration=calibration)
 
 
 def _limit(model: Any) -> int | None:

@@ -22,12 +22,16 @@ Works on any nn.Module.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from torch import nn
 
 from skipless.compiled import forget_compiled, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
-from skipless.quant.apply import Quantization, quantization
+from skipless.quant.apply import Quantization, quantization, quantized
 from skipless.quant.convolutions import is_convolution
 from skipless.quant.integers.convolving import IntegerKernel, by_groups
 from skipless.quant.integers.engines import Problem
@@ -50,6 +54,7 @@ from skipless.sites import is_linear
 
 __all__ = [
     "IntegerLinear",
+    "executed",
     "from_integer",
     "integer_layers",
     "integer_state",
@@ -119,6 +124,24 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     pack_cache(model)
     forget_compiled()
     return given
+
+
+@contextmanager
+def executed(
+    model: nn.Module, scheme: Scheme | str, scope: str = "linear", **options: Any
+) -> Iterator[str]:
+    """`quantized`, on integers where these cover the scheme: what a measurement should run.
+
+    Yields "" on integers, else the sentence that says why the model is simulated. Raises as
+    `quantize` does.
+    """
+    with quantized(model, scheme, scope, **options):
+        try:
+            to_integer(model)
+        except UserError as error:
+            yield str(error)
+        else:
+            yield ""
 
 
 def from_integer(model: nn.Module) -> nn.Module:
