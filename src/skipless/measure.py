@@ -115,7 +115,7 @@ def quantize_run(
     all_but_one: bool = False,
     say: Say = _quiet,
 ) -> dict[str, Any]:
-    """Loss under simulated quantisation, error by depth and SQNR by tensor -> quant.json.
+    """Loss under quantisation, error by depth and SQNR by tensor -> quant.json.
 
     Error by depth (S9), SQNR (S3) and, with `by_layer`, the loss with one layer quantised (with
     `all_but_one` also with one layer left out) are of the scheme with the fewest bits among

@@ -71,7 +71,7 @@ def quantize(
     max_bits: Annotated[float | None, option("BITS", default="no limit")] = None,
     json: AsJson = False,
 ) -> None:
-    """Measure held-out loss under simulated quantisation -> quant.json.
+    """Measure held-out loss under quantisation -> quant.json.
 
     Also the worst tensors and the error by depth, at the lowest of the schemes named. A model that
     is no run is measured on --text, --data, --images or --audio, by its loss or by how far its
