@@ -61,6 +61,27 @@ def test_more_bits_mean_less_error(model, batches):
     assert last[0] > 4 * last[1] > 16 * last[2] > 0
 
 
+def test_padding_is_no_error(model):
+    ids = torch.randint(0, 61, (2, 8), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 5:] = 0
+    batch, site = {"input_ids": ids, "attention_mask": mask}, find_sites(model, "stream")[-1]
+    seen = []
+    handle = model.get_submodule(site.module).register_forward_hook(
+        lambda module, args, out: seen.append(out[mask.bool()].double())
+    )
+    model.eval()
+    with torch.no_grad():
+        model(**batch)
+        with quantized(model, "W4A4", "block"):
+            model(**batch)
+    handle.remove()
+    expected = float((seen[1] - seen[0]).norm() / seen[0].norm())
+    assert error_propagation(model, "W4A4", [batch])[-1]["r"] == pytest.approx(expected, rel=1e-6)
+    everywhere = error_propagation(model, "W4A4", [{**batch, "attention_mask": mask.fill_(1)}])
+    assert everywhere[-1]["r"] != pytest.approx(expected, rel=1e-3)
+
+
 def test_s3_and_the_gap(model, batches):
     rows = site_sqnr(model, "W4A5", batches, "block")
     with quantized(model, "W4A5", "block"):

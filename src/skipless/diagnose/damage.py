@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from skipless.errors import UserError, check_choice
 from skipless.evaluate import sequence_losses
+from skipless.evaluate.losses import without_padding
 from skipless.quant import evaluation_mode, run_batch
 from skipless.sites import first_tensor
 
@@ -95,17 +96,6 @@ def main_output(output: Any) -> Tensor:
             "nothing can be compared; wrap it in a module that returns its output tensor"
         )
     return found
-
-
-def without_padding(y: Tensor, batch: Any) -> Tensor:
-    """An output [B, T, ...] as its real tokens [n, ...], where the batch has a mask that fits.
-
-    Two dimensions are similarities of images and captions, or classes: no tokens.
-    """
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    if isinstance(mask, Tensor) and mask.dim() == 2 < y.dim() and y.shape[:2] == mask.shape:
-        return y[mask.to(y.device) != 0]
-    return y
 
 
 @torch.no_grad()

@@ -186,3 +186,14 @@ def as_list(batches: Iterable[Any]) -> Iterable[Any]:
             "from skipless.measure.held_out_batches(run)"
         )
     return batches
+
+
+def without_padding(y: Tensor, batch: Any) -> Tensor:
+    """A tensor [B, T, ...] as its real tokens [n, ...], where the batch has a mask that fits.
+
+    Two dimensions are similarities of images and captions, or classes: no tokens.
+    """
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    if isinstance(mask, Tensor) and mask.dim() == 2 < y.dim() and y.shape[:2] == mask.shape:
+        return y[mask.to(y.device) != 0]
+    return y

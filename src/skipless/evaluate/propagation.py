@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from skipless.compiled import unwrapped
 from skipless.errors import UserError
-from skipless.evaluate.losses import as_list
+from skipless.evaluate.losses import as_list, without_padding
 from skipless.quant import (
     Scheme,
     evaluation_mode,
@@ -45,7 +45,8 @@ def error_propagation(
     """R_l = |x_l^q - x_l| / |x_l| at every stream site, in the order of the forward pass (S9).
 
     `method` as in `quantize`; where it rotates the stream, both passes are rotated. The norms run
-    over all tokens and channels of all batches. Keys: site, layer, sublayer, r.
+    over all channels and tokens of all batches, without those that `attention_mask` leaves out.
+    Keys: site, layer, sublayer, r.
     Raises UserError for a model without stream sites, a stream site that never runs, or no batch.
     """
     model = unwrapped(model)
@@ -59,9 +60,10 @@ def error_propagation(
             with paused(model):
                 reference = _record(model, sites, batch)
             approximate = _record(model, sites, batch)
-            for name, x in reference.items():
+            for name, stream in reference.items():
                 order.setdefault(name)
-                error = _square_sum(approximate[name] - x)
+                x, near = (without_padding(y, batch) for y in (stream, approximate[name]))
+                error = _square_sum(near - x)
                 totals[name] += torch.tensor([error, _square_sum(x)], dtype=torch.float64)
     if not order:
         raise UserError("there is no batch to follow the error on; give at least one")

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from skipless.diagnose.damage import main_output, predicts_tokens, without_padding
+from skipless.diagnose.damage import main_output, predicts_tokens
 from skipless.diagnose.streaming import ensure_loaded, loaded_parameters
 from skipless.errors import UserError
-from skipless.evaluate.losses import IGNORE, SequenceLosses, split_batch
+from skipless.evaluate.losses import IGNORE, SequenceLosses, split_batch, without_padding
 from skipless.probes.moments import batch_moments
 from skipless.quant import run_batch
 from skipless.sites import Site, find_sites, first_tensor
