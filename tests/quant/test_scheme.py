@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipless.errors import UserError
-from skipless.quant import Scheme
-from skipless.scheme import check_groups
+from skipless.quant.methods.gptq import Gptq
+from skipless.quant.methods.learned_rotation import LearnedRotation
+from skipless.scheme import Scheme, TrainingPlan, check_groups
 
 bits = st.integers(2, 16)
 
@@ -152,3 +153,16 @@ def test_groups_propose_a_size_that_fits_every_width():
         check_groups(48, {"a": 48, "b": 32})
     check_groups(16, {"a": 48, "b": 32})
     assert Scheme.parse("W4A8-w:g48").group_size == 48 and Scheme.parse("W4A8").group_size is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(lambda: Scheme(weight_bits=8, activation_bits=8, symmetric="no"), "scheme.symmetric"),
+     (lambda: Scheme(weight_bits=8, activation_bits=8, dynamic=0), "scheme.dynamic"),
+     (lambda: TrainingPlan(scheme=Scheme.parse("W8A8"), scope="blocks"), "scope"),
+     (lambda: Gptq(act_order="yes"), "gptq.act_order"),
+     (lambda: LearnedRotation(offline="yes"), "rotation:learned.offline")],
+)  # fmt: skip
+def test_words_no_setting_has_are_refused_in_python_too(make, says):
+    with pytest.raises(UserError, match=says):
+        make()

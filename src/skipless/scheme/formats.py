@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Literal
 
 from skipless.errors import UserError, suggestion
-from skipless.jsonable import Config
+from skipless.jsonable import Config, check_named
 from skipless.scheme.limits import GROUP, NUMBER, PERCENTILE, check_bits, check_value
 from skipless.scheme.patterns import FULL_PRECISION, matches, split_override
 
@@ -69,6 +69,7 @@ class Scheme(Config):
                 check_bits(what, bits)
         check_value("weight granularity", self.weight_granularity, ("tensor", "channel"), GROUP)
         check_value("activation granularity", self.activation_granularity, ("tensor", "token"))
+        check_named("scheme", self)
         check_value("clip", self.clip, ("absmax", "mse", "gauss"), PERCENTILE)
         percent = PERCENTILE.fullmatch(self.clip)
         if percent and not 0 < float(percent[1]) <= 100:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skipless.errors import UserError
-from skipless.jsonable import Config
+from skipless.jsonable import Config, check_named
 from skipless.scheme.formats import Scheme
 
 
@@ -25,6 +25,7 @@ class TrainingPlan(Config):
     over: float = 0.0
 
     def __post_init__(self) -> None:
+        check_named("training quantisation", self)
         if not (0 <= self.start <= 1 and 0 <= self.over <= 1 and self.start + self.over <= 1):
             raise UserError(
                 f"from={self.start:g} over={self.over:g} does not fit into a training; shares from "

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from skipless.errors import UserError
-from skipless.jsonable import Config
+from skipless.jsonable import Config, check_named
 from skipless.log import make_progress
 from skipless.quant.fake import Codes, grid
 from skipless.quant.transforms.session import Session
@@ -52,6 +52,7 @@ class Gptq(Config):
     act_order: bool = False
 
     def __post_init__(self) -> None:
+        check_named("gptq", self)
         if not 0 < self.damping < 10:
             raise UserError(f"the damping of gptq is {self.damping}; 0.01 is usual")
 

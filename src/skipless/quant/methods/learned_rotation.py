@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.errors import UserError
-from skipless.jsonable import Config
+from skipless.jsonable import Config, check_named
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.methods.hadamard import rotate_online
@@ -61,6 +61,7 @@ class LearnedRotation(Config):
     """Leave tensors alone whose rotation would take time when the model runs."""
 
     def __post_init__(self) -> None:
+        check_named("rotation:learned", self)
         if self.steps < 0 or not 0 < self.lr < 10:
             raise UserError(
                 f"rotation:learned has steps={self.steps} and lr={self.lr:g}; a number of steps "
