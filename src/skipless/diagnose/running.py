@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import run_eagerly, unwrapped
 from skipless.diagnose.batches import check_module, first_sequences
 from skipless.diagnose.by_layer import Work, by_layer
 from skipless.diagnose.gradients import Loss, gradient_rows
@@ -71,10 +72,11 @@ def diagnose(
     that quantises the same model, for the lines to paste. `out` writes the report and keeps
     finished parts. Per-tensor S3 is taken batch by batch.
 
-    The model is left as it was. Raises UserError for a parameter that is not finite, no batch, a
-    model that is quantised, an unknown scheme, an `out` that exists, and as the measures do.
+    The model is left as it was; what `torch.compile` made of it is not run. Raises UserError for a
+    parameter that is not finite, no batch, a model that is quantised, an unknown scheme, an `out`
+    that exists, and as the measures do.
     """
-    parsed = parse_schemes(schemes)
+    parsed, model = parse_schemes(schemes), unwrapped(model)
     _check(model)
     source = iter(as_list(batches))
     first = next(source, None)
@@ -98,7 +100,7 @@ def diagnose(
         )
     chosen = _choose_scope(model, parsed[0], scope, missing)
     with parts.held():
-        with evaluation_mode(model), _left_alone(model):
+        with evaluation_mode(model), _left_alone(model), run_eagerly():
             sites = parts.get(
                 "sites",
                 lambda: site_rows(model, chain([first], source), parsed, tokenizer, target_db, say),

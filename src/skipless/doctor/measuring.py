@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from skipless.compiled import run_eagerly, unwrapped
 from skipless.doctor.evidence import Evidence, Leak
 from skipless.doctor.weights import weight_memory
 from skipless.errors import UserError
@@ -45,12 +46,13 @@ def measure(
     of the model's result; without it the model's own loss counts, or that of the next token where
     the result is logits of the ids. Raises UserError for a model that the batch does not fit.
     """
+    model = unwrapped(model)
     causal = is_causal(model) if causal is None else causal
     found = Evidence(
         name=name or type(model).__name__, causal=causal, weights=weight_memory(model),
         num_keys=_length(batch), nonfinite=_broken_weights(model),
     )  # fmt: skip
-    with evaluating(model):
+    with evaluating(model), run_eagerly():
         if not found.nonfinite:
             found = _looked_inside(found, model, batch)
         if found.nonfinite:  # NaN is neither equal to itself nor below any threshold

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import run_eagerly, unwrapped
 from skipless.diagnose.batches import check_module, first_sequences
 from skipless.diagnose.comparison.difference import Difference, change, site_differences
 from skipless.diagnose.comparison.outputs import Outputs, distance_by_depth, parameter_rows
@@ -44,12 +45,13 @@ def compare(
     """Measure where `b` differs from `a` on the same batches, site by site; B minus A.
 
     Sites are aligned by name. `batches` are as in `diagnose`, kept in memory and read three times.
-    `out` writes the report and keeps finished parts. Both models are left as they were.
+    `out` writes the report and keeps finished parts. Both models are left as they were;
+    what `torch.compile` made of them is not run.
 
     Raises UserError for no batch, no common site, an unknown scheme, a quantised model, and as
     `diagnose` does.
     """
-    parsed = parse_schemes(schemes)
+    parsed, a, b = parse_schemes(schemes), unwrapped(a), unwrapped(b)
     kept = list(as_list(batches))
     if not kept:
         raise UserError("there is no batch to measure on; give at least one")
@@ -65,7 +67,7 @@ def compare(
     parts = Parts(out, settings)
     tables = {}
     with parts.held():
-        with evaluation_mode(a), evaluation_mode(b):
+        with evaluation_mode(a), evaluation_mode(b), run_eagerly():
             for part, model in (("a", a), ("b", b)):
                 if parts.known(part) is None:
                     say(f"sites of {names[part == 'b']}")
