@@ -180,7 +180,9 @@ def quantize_run(
 
 def _lowest(schemes: list) -> Any:
     """The scheme with the fewest bits of weights and activations together, the last of equals."""
-    return min(reversed(schemes), key=lambda s: s.weight_bits + (s.activation_bits or 32))
+    from skipless.scheme import Scheme
+
+    return min(reversed(schemes), key=Scheme.bits_together)
 
 
 def calibration_batches(run: LoadedRun) -> list:

@@ -22,6 +22,22 @@ def test_a_folder_is_measured_on_the_second_half_of_a_text(saved, capsys):
     assert "in nats a token, by method" in out and "W3Afp-w:channel *layers.0.*=fp" in out
 
 
+def test_by_layer_and_all_but_one(saved, capsys):
+    words = ["quantize", str(saved / "model"), "--text", str(saved / "text.txt"), "--num-tokens",
+             "64", "--schemes", "W8A8", "W3A4", "--by-layer", "--all-but-one"]  # fmt: skip
+    assert main([*words, "--json"]) in (0, None)
+    found = json.loads(capsys.readouterr().out)
+    alone, but_one = found["sensitivity"]["rows"], found["sensitivity"]["all_but_one"]
+    assert found["sensitivity"]["scheme"] == "W3A4" and len(found["rows"]) == 2
+    assert [row["layer"] for row in alone] == [row["layer"] for row in but_one] != []
+    everything = next(row["increase"] for row in found["rows"] if row["scheme"] == "W3A4")
+    total = but_one[0]["increase"] + but_one[0]["recovered"]
+    assert total == pytest.approx(everything, abs=1e-3)
+    assert main(words) in (0, None)
+    out = capsys.readouterr().out
+    assert "one layer alone at W3A4" in out and "one layer in full precision takes off" in out
+
+
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
@@ -99,8 +115,12 @@ def test_convolutions_of_a_model_of_images(vit, capsys):
     assert with_ > without > 0 and left_out == without  # the one convolution, rounded or not
     assert main(["quantize", *vit, "--suggest", "W4A8", "W8A8"]) == 2
     assert "does not predict the next token" in capsys.readouterr().err
-    assert main(["quantize", vit[0], "--images", vit[2] + "/0.png"]) == 2
+    one = ["quantize", vit[0], "--images", vit[2] + "/0.png"]
+    assert main([*one, "--schemes", "W8A8-static"]) == 2
     assert "there is one image" in capsys.readouterr().err
+    assert main(one) in (0, None), "nothing is calibrated"
+    assert main(["quantize", *vit, "--by-layer"]) == 2
+    assert "does not predict the next token, whose loss --by-layer" in capsys.readouterr().err
     assert main(["quantize", *vit, "--num-tokens", "64"]) == 2
     assert "belongs to models of text" in capsys.readouterr().err
 

@@ -113,10 +113,14 @@ def quantize(
         raise UserError("--all-but-one goes with --by-layer, beside whose rows it is read")
     Scheme.parse("W8A8").with_overrides(override)
     if _is_model(model, material):
-        rows = quantize_model(
-            model, schemes, scopes, methods, override, material, include_convolutions, json
-        )
-        print_json(rows) if json else print(*method_lines(rows), sep="\n")
+        found = quantize_model(
+            model, schemes, scopes, methods, override, material, include_convolutions, by_layer,
+            all_but_one, json,
+        )  # fmt: skip
+        if json:
+            print_json(found if by_layer else found["rows"])
+        else:
+            print(*method_lines(found), sep="\n")
         return
     check_schemes(model, schemes)
     refuse_beside_run(model, material)

@@ -35,8 +35,13 @@ def refuse_beside_run(run: str, material: Material) -> None:
         raise UserError(f"{run} is a run and has its held-out text; leave out {material.flag}")
 
 
-def read_halves(name: str, material: Material) -> tuple[Any, Sequence[Any], Sequence[Any]]:
-    """(the model called `name`, batches to calibrate on, other ones to measure on)."""
+def read_halves(
+    name: str, material: Material, *, calibrated: bool = True
+) -> tuple[Any, Sequence[Any], Sequence[Any]]:
+    """(the model called `name`, batches to calibrate on, other ones to measure on).
+
+    A single example is measured on if nothing is `calibrated`.
+    """
     if Path(name).is_dir():
         from skipless.pretrained.quantised import refuse_packed
 
@@ -64,13 +69,13 @@ def read_halves(name: str, material: Material) -> tuple[Any, Sequence[Any], Sequ
         tokens = 2 * (material.num_tokens or 2048)
         rows = list(torch.cat(material._replace(num_tokens=tokens).read(subject).batches).split(1))
         what = "sequence"
-    if len(rows) < 2:
+    if len(rows) < 2 and calibrated:
         raise UserError(
-            f"there is one {what}, and methods are calibrated on others than they are measured "
-            "on; give more" + (", or fewer --num-tokens" if what == "sequence" else "")
+            f"there is one {what}, and methods and static schemes are calibrated on others than "
+            "they are measured on; give more" + (" text" if what == "sequence" else "")
         )
-    half = (len(rows) + 1) // 2
-    return subject.model, _together(rows[:half]), _together(rows[half:])
+    half = (len(rows) + 1) // 2 if len(rows) > 1 else 0
+    return subject.model, _together(rows[:half]) if half else [], _together(rows[half:])
 
 
 def quantize_model(
@@ -81,20 +86,49 @@ def quantize_model(
     overrides: tuple[str, ...],
     material: Material,
     include_convolutions: bool,
+    by_layer: bool,
+    all_but_one: bool,
     json: bool,
-) -> list[dict[str, Any]]:
-    """Rows of `compare_methods`, calibrated on the first half and measured on the second."""
-    parsed = [Scheme.parse(s).with_overrides(overrides) for s in schemes or ("W8A8", "W4A8")]
-    model, calibration, held_out = read_halves(name, material)
+) -> dict[str, Any]:
+    """Calibrated on the first half and measured on the second: "rows" of `compare_methods`, and
+    with `by_layer` the "sensitivity" as in quant.json."""
+    parsed = [Scheme.parse(s) for s in schemes or ("W8A8", "W4A8")]
+    closer = min(reversed(parsed), key=Scheme.bits_together).with_overrides(overrides)
+    parsed = [scheme.with_overrides(overrides) for scheme in parsed]
+    others = [method for method in methods if method != "rtn"]
+    needed = bool(others) or any(scheme.needs_calibration for scheme in parsed)
+    model, calibration, held_out = read_halves(name, material, calibrated=needed)
+    from skipless.diagnose.damage import predicts_tokens
     from skipless.diagnose.methods import compare_methods
     from skipless.log import say
 
-    return compare_methods(
-        model, held_out, parsed, scopes or ("linear",),
-        ["rtn", *(method for method in methods if method != "rtn")], calibration=calibration,
-        include_convolutions=include_convolutions,
-        on_row=lambda row: None if json else say(f"{row['scheme']} {row['scope']} {row['method']}"),
-    )  # fmt: skip
+    if by_layer and (isinstance(held_out[0], Mapping) or not predicts_tokens(model, held_out[0])):
+        raise UserError(
+            f"{name} does not predict the next token, whose loss --by-layer measures; `skipless "
+            "diagnose` ranks the layers of any model"
+        )
+    result: dict[str, Any] = {
+        "rows": compare_methods(
+            model, held_out, parsed, scopes or ("linear",), ["rtn", *others],
+            calibration=calibration, include_convolutions=include_convolutions,
+            on_row=lambda row: None if json else say(
+                f"{row['scheme']} {row['scope']} {row['method']}"
+            ),
+        )
+    }  # fmt: skip
+    if by_layer:
+        from skipless.evaluate import sensitivity
+
+        scope = "block" if "block" in scopes else (scopes or ("linear",))[0]
+        result["sensitivity"] = {"scheme": str(closer), "scope": scope}
+        for key, keep in (("rows", "others"), ("all_but_one", "one"))[: 1 + all_but_one]:
+            if not json:
+                what = "one layer" if keep == "others" else "all layers but one"
+                say(f"loss with {what} at {closer}")
+            result["sensitivity"][key] = sensitivity(
+                model, closer, held_out, scope, keep=keep, calibration=calibration
+            )
+    return result
 
 
 def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:

@@ -105,10 +105,11 @@ def _methods(rows: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def method_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Of `diagnose.methods.compare_methods`: the damage by scheme, scope and method."""
-    lines = _methods(rows)
-    return [f"in {rows[0]['unit']}, by method; * is the least", *lines[2:]]
+def method_lines(found: dict[str, Any]) -> list[str]:
+    """Of `diagnose.methods.compare_methods`: the damage by scheme, scope and method; by layer."""
+    rows, lines = found["rows"], _methods(found["rows"])
+    lines = [f"in {rows[0]['unit']}, by method; * is the least", *lines[2:]]
+    return lines + (_layers(found["sensitivity"]) if "sensitivity" in found else [])
 
 
 def suggestion_lines(found: Any) -> list[str]:

@@ -96,6 +96,10 @@ class Scheme(Config):
             if twice := [p for p in patterns if patterns.count(p) > 1]:
                 raise UserError(f"the override {twice[0]!r} is given twice; keep one of them")
 
+    def bits_together(self) -> int:
+        """Bits of weights and activations, by which schemes are ordered; 32 for full precision."""
+        return self.weight_bits + (self.activation_bits or 32)
+
     def with_overrides(
         self, overrides: Mapping[str, Scheme | str | None] | Iterable[str]
     ) -> Scheme:
