@@ -223,6 +223,11 @@ def _keep_table(run: LoadedRun, result: dict[str, Any], say: Say) -> None:
             f"{result['measured']['num_tokens']} is only shown"
         )
     else:
+        if old.get("rows"):
+            say(
+                f"quant.json is written anew: its {len(old['rows'])} rows were of other weights or "
+                "of another number of tokens"
+            )
         directory.write_json("quant.json", result)
 
 

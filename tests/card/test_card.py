@@ -194,6 +194,29 @@ def test_every_recipe_has_equations():
     assert "O3" in [equation.tag for equation in equations_of(changed)]
 
 
+def test_losses_say_what_computed_them(run):
+    """Rows of before the key existed were simulated; refused ones were not computed."""
+    quant = json.loads((run / "quant.json").read_text())
+    row = quant["rows"][0]
+
+    def sections(*computed: str | None) -> tuple[str, str]:
+        rows = [{k: v for k, v in row.items() if k != "computed"} for _ in computed]
+        for each, word in zip(rows, computed, strict=True):
+            each |= {} if word == "older" else {"computed": word}
+        (run / "quant.json").write_text(json.dumps(quant | {"rows": rows}))
+        parts = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## )", card_text(run), re.M | re.S))
+        return parts["Quantised"], parts["Limits"]
+
+    table, limits = sections("integers", "older", None)
+    cells = [line.split("|")[-2].strip() for line in table.splitlines() if line.startswith("| `")]
+    assert cells == ["integers", "simulated", ""]
+    assert "Losses computed with integers" in limits and "Simulated losses" in limits
+    table, limits = sections("integers", "integers")
+    assert "imulated" not in table + limits
+    table, limits = sections("older", "simulated")
+    assert "integers" not in table and "computed with integers" not in limits
+
+
 def test_links_to_the_docs(run):
     text = card_text(run, docs="https://example.org/docs/")
     assert "[C7](https://example.org/docs/equations.md#c7-anneal) anneal" in text

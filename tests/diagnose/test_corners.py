@@ -117,6 +117,44 @@ def test_damage_within_its_error_is_said_to_be_none(planted, ids):
         assert said in next(figure.caption for figure in figures if figure.name == "layers")
 
 
+def test_the_best_measured_way_is_the_one_advised(planted, ids):
+    """Not the first that leaves a tenth of the damage."""
+    found = diagnose(planted(), [ids], measure="distance")
+    first, *others = found.alternatives
+    rows = [{**first, "increase": 10.0}, *({**row, "increase": 1.0} for row in others)]
+    rows[2]["increase"] = 0.1
+    told = replace(found, alternatives=rows)
+    assert told.recommended() is rows[2]
+    assert told.lines()[-1].endswith(f"{rows[2]['what']}: +0.1000: {rows[2]['code']}")
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_a_loss_on_one_sequence_advises_nothing(sequences):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        vocab_size=50, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).eval()
+    found = diagnose(model, [torch.randint(50, (sequences, 24))], "W2A2")
+    assert found.damage["kind"] == "loss"
+    found = replace(found, alternatives=[
+        {**row, "increase": 1.0 - 0.1 * number}
+        for number, row in enumerate(found.alternatives)
+    ])  # fmt: skip
+    least = found.alternatives[-1]
+    layers = next(line for line in found.lines() if line.startswith("layers alone"))
+    if sequences == 1:
+        assert found.recommended() is found.alternatives[0]
+        assert "one sequence gives no standard error: these" in layers and "cost most" not in layers
+        assert "nothing else is advised (least measured: " in found.lines()[-1]
+        assert least["code"] not in found.lines()[-1]
+        assert "all of these may be noise" in page_of(found)
+    else:
+        assert "no standard error" not in " ".join(found.lines()) + page_of(found)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_inputs_come_in_the_models_dtype(dtype):
     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4)).to(dtype)

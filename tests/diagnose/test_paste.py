@@ -1,5 +1,6 @@
 """The lines to paste: what they leave in full precision, and that shell and Python take them."""
 
+import json
 import shlex
 
 import pytest
@@ -95,8 +96,14 @@ def test_the_shell_line_of_a_run_runs(tiny_run, tmp_path, capsys):
     line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("to try it: "))
     words = shlex.split(line.removeprefix("to try it: "))
     assert words[:3] == ["skipless", "quantize", run]
-    assert cli.main([*words[1:], "--num-tokens", "64"]) == 0
-    assert Scheme.parse(words[words.index("--schemes") + 1])
+    table = json.loads((tmp_path / "out" / "diagnosis.json").read_text())["alternatives"]
+    scheme = Scheme.parse(words[words.index("--schemes") + 1])
+    asked = next(row for row in table if row["scheme"] == str(scheme))
+    assert words[words.index("--num-tokens") + 1] == "32"
+    assert cli.main([*words[1:], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    found = next(row for row in rows if row["scheme"] == str(scheme))
+    assert found["increase"] == pytest.approx(asked["increase"], abs=1e-6)
 
 
 def test_no_shell_line_without_a_command(planted, ids):

@@ -82,6 +82,24 @@ def test_a_diagnosis_of_broken_numbers_is_read(copy_run, tmp_path):
     assert found.findings["finite numbers"].evidence == "step 7: the output of x is NaN"
 
 
+def test_the_weight_is_named_where_the_files_know_its_outputs(copy_run, tmp_path, cache):
+    """Files that were measured when the weight was broken already, and files from before."""
+    from safetensors.torch import load_file, save_file
+
+    run = copy_run(tmp_path / "run")
+    weights = load_file(run / "model.safetensors")
+    name = next(n for n in weights if n.endswith("mlp.up_proj.weight"))
+    weights[name][0, 0] = float("nan")
+    save_file(weights, run / "model.safetensors")
+    assert examine(collect(run)).findings["finite numbers"].evidence == f"the weight {name}"
+    probe = json.loads((run / "probe.json").read_text())
+    probe["sites"][0]["nonfinite"] = 1024
+    (run / "probe.json").write_text(json.dumps(probe))
+    found = examine(collect(run)).findings["finite numbers"]
+    assert found.evidence.startswith(f"the weight {name}; 1024 values at ")
+    assert "overflow" not in found.cause
+
+
 def test_a_model_folder(llama, capsys):
     assert main(["doctor", str(llama), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

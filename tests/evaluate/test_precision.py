@@ -67,6 +67,7 @@ def test_sensitivity_is_one_layer_at_a_time(model, batches):
     rows = sensitivity(model, "W2A3", batches)
     assert [row["layer"] for row in rows] == [0, 1, 2]
     quantize(model, "W2A3", "block", layers=[1])
+    to_integer(model, "float")
     assert loss(model, batches).nats == rows[1]["loss"]
     restore(model)
     assert all(row["num_weights"] == 6 and row["num_sites"] == 6 + 4 for row in rows)

@@ -9,7 +9,7 @@ from skipless.config import ConnectionConfig, ModelConfig
 from skipless.errors import UserError
 from skipless.evaluate import loss, prefixes, suggest_scheme
 from skipless.model import Transformer
-from skipless.quant import quantization, quantized
+from skipless.quant import executed, quantization, quantized
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def texts(fragile):
 
 
 def measured(model, scheme, texts, scope="linear"):
-    with quantized(model, scheme, scope):
+    with executed(model, scheme, scope):
         return loss(model, texts).nats
 
 

@@ -109,3 +109,24 @@ def test_text_calibrates_an_encoder_too(tmp_path, capsys):
     assert main([*words, "--out", str(tmp_path / "a")]) == 0, capsys.readouterr().err
     record = quantization(load_quantized(tmp_path / "a"))
     assert str(record.scheme) == "W8A8-static" and record.method == "gptq"
+
+
+@pytest.mark.parametrize("layout", ["skipless", "compressed-tensors"])
+def test_a_patched_folder_is_refused_by_name_and_its_fold_is_packed(layout, tmp_path, capsys):
+    """What the refusal names works."""
+    from skipless.surgery import patch
+
+    settings = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, max_position_embeddings=32,
+    )  # fmt: skip
+    model = patch(LlamaForCausalLM(settings).eval(), "layerscale")
+    patched, stock, out = (tmp_path / name for name in ("patched", "stock", "out"))
+    model.save_pretrained(patched)
+    words = ["--format", layout, "--scheme", "W8A8-w:channel-a:token", "--out", str(out)]
+    assert main(["export", str(patched), *words]) == 2
+    error = capsys.readouterr().err
+    assert f"{patched} is a patched model" in error and not out.exists()
+    assert f"`skipless fold {patched} --out FOLDER`" in error
+    assert main(["fold", str(patched), "--out", str(stock)]) == 0
+    assert main(["export", str(stock), *words]) == 0 and out.exists()

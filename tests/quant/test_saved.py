@@ -206,7 +206,7 @@ def test_commands_on_plain_weights_refuse_a_packed_folder(tmp_path, make_transfo
         assert main(words) == 2, words
         assert "quantised already (compressed-tensors)" in capsys.readouterr().err
     assert main(["eval", other]) == 2
-    assert "a quantised model and no run; name the run" in capsys.readouterr().err
+    assert "quantised already (compressed-tensors)" in capsys.readouterr().err
 
 
 def test_a_packed_folder_is_measured_on_a_text(tiny_run, tmp_path, capsys):
@@ -229,5 +229,10 @@ def test_a_packed_folder_is_measured_on_a_text(tiny_run, tmp_path, capsys):
     expected = loss(quantize(run.model, "W3A4"), batches)
     assert found["held_out_loss"] == pytest.approx(expected.nats, abs=1e-9)
     assert found["num_tokens"] == expected.num_tokens and abs(expected.nats - full) > 1e-4
-    assert main(["eval", str(tiny_run), "--text", str(text)]) == 2
-    assert "is a run and has its held-out text; leave out --text" in capsys.readouterr().err
+    words = ["eval", str(tiny_run), "--text", str(text), "--num-tokens", "128", "--json"]
+    before = {file: file.read_bytes() for file in tiny_run.glob("*.json")}
+    assert main(words) == 0
+    source = json.loads(capsys.readouterr().out)
+    assert source["held_out_loss"] == pytest.approx(full, abs=1e-9), "on the same tokens"
+    assert source["num_tokens"] == expected.num_tokens
+    assert {file: file.read_bytes() for file in tiny_run.glob("*.json")} == before

@@ -148,7 +148,9 @@ def test_the_command(tiny, text_file, cache, tmp_path, capsys):
     train_tokenizer([text_file.read_text()], 300, plain / "tokenizer.json")
     assert main([*words, "--untrained", "--out", str(tmp_path / "un")]) == 0
     said = capsys.readouterr().out
-    assert "attention" in said and "mlp" in said and (tmp_path / "un" / "untrained.png").exists()
+    drawn = tmp_path / "un" / "untrained.png"
+    assert "attention" in said and "mlp" in said and said.splitlines()[-1] == str(drawn)
+    assert list(drawn.parent.iterdir()) == [drawn]
     assert main(train) == 0
     said = capsys.readouterr().out
     assert "1 of 4" in said and "2 of 4" in said and "unconverted" in said and str(out) in said

@@ -42,7 +42,9 @@ def test_a_run_is_no_hugging_face_model_and_the_other_way_round(tiny, copy_run, 
     tiny.build("llama").save_pretrained(tmp_path / "model")
     assert main(["quantize", str(tmp_path / "model")]) == 2  # takes both
     assert "is no run, which has its held-out text; give --text" in said(capsys)
-    for command in ("eval", "probe", "show", "train", "report"):
+    assert main(["eval", str(tmp_path / "model")]) == 2
+    assert "is no run, which has its held-out text; give --text FILE" in said(capsys)
+    for command in ("probe", "show", "train", "report"):
         assert main([command, str(tmp_path / "model")]) == 2
         assert "is a Hugging Face model and no run; `skipless diagnose" in said(capsys)
     assert not out.exists()

@@ -72,6 +72,10 @@ def quantize_lines(result: dict[str, Any]) -> list[str]:
         for row in result["rows"]
     ]
     lines = [f"full precision {result['full_precision']:.4f} nats", *aligned(rows, left=2)]
+    simulated = [r["scheme"] for r in result["rows"] if r.get("computed") == "simulated"]
+    if simulated:
+        names = ", ".join(dict.fromkeys(simulated))
+        lines.append(f"simulated in floating point, as integers do not cover it: {names}")
     if "methods" in result:
         lines += _methods([*result["rows"], *result["methods"]])
     if "sqnr" in result:

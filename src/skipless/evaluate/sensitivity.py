@@ -22,7 +22,7 @@ from skipless.compiled import unwrapped
 from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
 from skipless.evaluate.prefixes import Prefixes
-from skipless.quant import Scheme, quantized
+from skipless.quant import Scheme, executed
 from skipless.quant.methods import parse_methods
 from skipless.quant.targets import ActivationTarget, WeightTarget, find_targets
 from skipless.scheme import FULL_PRECISION
@@ -76,12 +76,12 @@ def sensitivity(
         full = everything = _recorded(prefixes, measure)
     else:
         full = measure()
-        with quantized(model, scheme, scope, **options):
+        with executed(model, scheme, scope, **options):
             everything = _recorded(prefixes, measure)
     rows = []
     for name, unit in units.items():
         before = prefixes.before(unit.modules)
-        with quantized(model, unit.scheme, scope, layers=unit.layers, **options):
+        with executed(model, unit.scheme, scope, layers=unit.layers, **options):
             found = prefixes.replay(before, measure)
         row = {
             "layer": name,

@@ -22,7 +22,7 @@ from skipless.compiled import unwrapped
 from skipless.errors import UserError, check_choice
 from skipless.evaluate.losses import SequenceLosses, as_list, sequence_losses
 from skipless.evaluate.prefixes import Prefixes
-from skipless.quant import Scheme, quantized
+from skipless.quant import Scheme, executed
 from skipless.quant.methods import looks_ahead, parse_methods
 from skipless.quant.targets import find_targets
 from skipless.sites import block_names
@@ -168,7 +168,7 @@ class _Search:
 
     def whole(self, scheme: Scheme) -> SequenceLosses:
         self.num_measured += 1
-        with quantized(self.model, scheme, **self.options):
+        with executed(self.model, scheme, **self.options):
             return sequence_losses(self.model, self.batches)
 
     def at(self, raised: Sequence[str]) -> SequenceLosses:
@@ -176,7 +176,7 @@ class _Search:
         if self.prefixes.kept is None:
             return self.whole(self.scheme(raised))
         self.num_measured += 1
-        with quantized(self.model, self.scheme(raised), **self.options):
+        with executed(self.model, self.scheme(raised), **self.options):
             found = self.prefixes.record(self._measure)
             # What the last raise was measured to give, or what a pass through kept outputs gives.
             if self.prefixes.kept is not None and self.expected is None:
@@ -189,7 +189,7 @@ class _Search:
     def raising(self, raised: Sequence[str], name: str) -> float:
         """The loss in nats with `name` raised as well."""
         self.num_measured += 1
-        with quantized(self.model, self.scheme([*raised, name]), **self.options):
+        with executed(self.model, self.scheme([*raised, name]), **self.options):
             return self.prefixes.replay(self.prefixes.before([name]), self._measure).nats
 
     def _measure(self) -> SequenceLosses:
