@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from skipless import recipes
+from skipless.cli.measuring_models import text_loss
 from skipless.errors import UserError
 from skipless.jsonable import override
 from skipless.measure import measure_all, quantize_run, sample_run
@@ -47,6 +48,8 @@ def test_a_classifier_learns_and_is_measured(classifier):
     for measure in (quantize_run, sample_run):
         with pytest.raises(UserError, match="holds a classifier"):
             measure(run)
+    with pytest.raises(UserError, match="is a classifier, .* leave out --text"):
+        text_loss(str(path), __file__, None)
 
 
 def test_a_finished_classifier_is_known_as_finished(classifier):

@@ -210,7 +210,7 @@ def _inside(facts: Facts) -> list[str]:
     if sqnr is not None:
         lines.append(
             f"SQNR (S3) and R, the relative error of the stream after the layer (S9), are of "
-            f"`{sqnr['scheme']}` in scope {sqnr['scope']}."
+            f"`{sqnr['scheme']}` in scope {sqnr['scope']}, simulated."
         )
     return lines
 
@@ -239,17 +239,23 @@ def _quantised(facts: Facts) -> list[str]:
         return _not_measured("quantised loss", f"skipless quantize {_run(facts)}")
     rows = [
         (f"`{row['scheme']}`", row["scope"], _number(row["loss"], ".4f"),
-         _number(row["increase"], "+.4f") + _plus(row.get("standard_error"), ".4f"))
+         _number(row["increase"], "+.4f") + _plus(row.get("standard_error"), ".4f"),
+         _computed(row))
         for row in facts.quant["rows"]
     ]  # fmt: skip
-    lines = _table(("scheme", "scope", "loss, nats", "increase"), rows)
+    lines = _table(("scheme", "scope", "loss, nats", "increase", "computed"), rows)
     lines += [
         "",
-        f"Simulated, on {facts.quant['num_tokens']:,} held-out tokens, against "
+        f"On {facts.quant['num_tokens']:,} held-out tokens, against "
         f"{facts.quant['full_precision']:.4f} nats in full precision; embedding and head stay in "
         "full precision. W is the width of weights in bits, A of activations.",
     ]
     return lines
+
+
+def _computed(row: dict[str, Any]) -> str:
+    """By what a row of losses was measured; files of before say nothing, and were simulated."""
+    return row.get("computed", "simulated") or ""
 
 
 def _tasks(facts: Facts) -> list[str]:
@@ -283,9 +289,13 @@ def _limits(facts: Facts) -> list[str]:
     ]
     if not facts.is_classifier:
         lines.append("- It continues text; it was not trained to follow instructions.")
+    computed = {_computed(row) for row in (facts.quant or {"rows": ()})["rows"]}
+    if "integers" in computed:
+        lines.append("- Losses computed with integers are those of execution, to the bit.")
+    if "simulated" in computed:
         lines.append(
-            "- Quantised losses are of simulated rounding; integer execution gives the same codes, "
-            "and sums that differ in the last digits of float32."
+            "- Simulated losses are of rounding in floating point; integer execution, where it "
+            "covers the scheme, has sums that differ in the last digits of float32."
         )
     if facts.result is None:
         lines.append("- The training is not finished.")

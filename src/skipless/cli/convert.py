@@ -66,10 +66,12 @@ def convert(
 
     For example: skipless convert smollm2-135m --distill --sites mlp --layers -1 -2 --out runs/fewer
 
-    With --untrained nothing is trained or written: it tells what removal costs as it is.
+    With --untrained nothing is trained: it tells what removal costs as it is, and writes no more
+    than untrained.png, that curve, into --out.
 
     Args:
-        out: folder to write, or an unfinished one to go on with (required but with --untrained).
+        out: folder to write, or an unfinished one to go on with (required but with --untrained,
+            which draws untrained.png there).
         to: what the skips become.
         distill: learn the original's distribution (KL); without it, to predict the text.
         sites: sublayers whose skips go.
@@ -129,6 +131,8 @@ def convert(
         if out is not None:
             draw_untrained(curves, path / "untrained.png")
         print_json(curves) if json else print(*_curve_lines(curves), sep="\n")
+        if out is not None and not json:
+            print(path / "untrained.png")
         return
     with as_options(NAMES):
         record = convert_folder(source, path, config, draw).to_dict()

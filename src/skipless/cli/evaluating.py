@@ -28,7 +28,7 @@ def eval_(
         int | None, option("K", default="0; with lm-eval the task's own")
     ] = None,
     backend: Annotated[Literal["own", "lm-eval"], option("{own,lm-eval}")] = "own",
-    text: Annotated[str | None, option("FILE", default="a run's training text")] = None,
+    text: Annotated[str | None, option("FILE", default="a run's own text")] = None,
     out: Annotated[str | None, option("DIR", default="a run's own directory")] = None,
     num_tokens: Annotated[str | None, option("TOKENS", default=OWN)] = None,
     json: AsJson = False,
@@ -50,8 +50,9 @@ def eval_(
         limit: the first questions of each task.
         num_fewshot: solved examples before each question.
         backend: our own scorer, or lm-eval where it is installed.
-        text: a file or folder of text, for a model that is no run: to measure the loss on, also of
-            a folder that `skipless export` packed, or with --tasks to calibrate static schemes on.
+        text: a file or folder of text to measure the loss on, the same tokens for a run and for the
+            folder that `skipless export` packed of it; nothing is written. With --tasks and a model
+            that is no run, to calibrate static schemes on.
         out: where to write; without it a model that is no run is only printed.
         num_tokens: tokens to measure the loss on, such as 20_000 or 1e5; of --text 8192.
     """
@@ -99,10 +100,18 @@ def _loss(
         if value:
             raise UserError(f"{flag} goes with --tasks; name some, such as --tasks core8")
     tokens = whole_number("--num-tokens", num_tokens)
-    if text is not None:
-        from skipless.cli.measuring_models import text_loss
+    from skipless.cli.measuring_models import is_plain_model, text_loss
 
+    if text is not None:
         result = text_loss(model, text, tokens)
+    elif is_plain_model(model):
+        from skipless.pretrained.quantised import refuse_packed
+
+        refuse_packed(Path(model))
+        raise UserError(
+            f"{model} is no run, which has its held-out text; give --text FILE to measure the loss "
+            "on, or --tasks"
+        )
     else:
         loaded = open_run(model)
         from skipless.measure import evaluate_run

@@ -132,15 +132,13 @@ def quantize_model(
 
 
 def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
-    """Loss of the model called `name` on a file or folder of text, as eval.json has it.
+    """Loss of the run or model called `name` on a file or folder of text, as eval.json has it.
 
-    A folder that `skipless export` packed is measured as it is. Raises UserError for a run, which
-    has its own text, and for a model that predicts no tokens.
+    A folder that `skipless export` packed is measured as it is, on the same tokens as the run that
+    it was made from. Raises UserError for a model that predicts no tokens.
     """
     from skipless.pretrained.quantised import is_packed
 
-    if is_run(name):
-        raise UserError(f"{name} is a run and has its held-out text; leave out --text")
     if not Path(text).exists():
         raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
     from skipless.diagnose.loading import load_packed, load_subject
@@ -148,6 +146,10 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
     from skipless.evaluate import loss
 
     subject = load_packed(name) if is_packed(Path(name)) else load_subject(name)
+    if subject.run is not None and subject.run.config.model.num_labels is not None:
+        raise UserError(
+            f"{name} is a classifier, measured on labelled passages of its own; leave out --text"
+        )
     batches = read_batches(subject, text, None, num_tokens or 8192, None).batches
     report = loss(subject.model, batches)
     return {

@@ -33,16 +33,21 @@ __all__ = ["fuse", "unfuse"]
 def fuse(model: Transformer) -> Transformer:
     """Decode with few C++ calls a token, in place; returns the model.
 
-    Raises UserError, leaving the model as it was, for a model that does not run on integers by a
-    C++ engine, one quantised beyond the inputs of linear layers, keys and values, and for parts no
-    such call covers.
+    Raises UserError, leaving the model as it was, for other models than our decoder, for one that
+    does not run on integers by a C++ engine, one quantised beyond the inputs of linear layers, keys
+    and values, and for parts no such call covers.
     """
     given, model = model, unwrapped(model)
     record = quantization(model)
-    if not isinstance(model, Transformer) or record is None:
+    if not isinstance(model, Transformer):
         raise UserError(
-            f"{type(model).__name__} is no skipless model on integers; quantize it, then "
-            "to_integer, then fuse"
+            f"{type(model).__name__} is not skipless.model.Transformer, the only model with a "
+            "fused step; leave fuse out: after quantize and to_integer others run on integers as "
+            "they are"
+        )
+    if record is None:
+        raise UserError(
+            "the model does not run on integers; quantize it, then to_integer, then fuse"
         )
     beyond = {s.site.kind for s in record.activations} - {"linear_input", "key", "value"}
     if beyond:

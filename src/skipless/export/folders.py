@@ -31,9 +31,10 @@ from skipless.quant import Scheme, quantization, quantize
 from skipless.quant.methods import needs_data, parse_methods
 from skipless.surgery.folders import sample_batch
 from skipless.surgery.reading import read_model
+from skipless.surgery.saving import MODEL_TYPE
 from skipless.surgery.slimming.folding import difference, sample_inputs
 from skipless.surgery.slimming.opening import holds_run, open_calibrated
-from skipless.surgery.sources import copy_tokenizer, find_folder
+from skipless.surgery.sources import copy_tokenizer, find_folder, model_type
 from skipless.train import LoadedRun, load_run
 
 FORMATS = ("skipless", "compressed-tensors", "hf", "onnx", "llama", "gguf")
@@ -88,9 +89,11 @@ def open_quantized(
     """Read `model` (a run, a Hugging Face folder, a name of the catalog) and quantise it, if
     `scheme` says how.
 
-    Raises UserError as `quantize` does, and for a text that nobody reads.
+    Raises UserError as `quantize` does, for a text that nobody reads, and for a patched model,
+    which no packed form holds.
     """
     folder = find_folder(model)
+    _refuse_patched(folder)
     parsed = None if scheme is None else Scheme.parse(scheme).with_overrides(overrides)
     methods = parse_methods(method)
     needs_text = parsed is not None and (parsed.needs_calibration or needs_data(methods))
@@ -110,6 +113,17 @@ def open_quantized(
             include_convolutions=include_convolutions, calibration=batches,
         )  # fmt: skip
     return Opened(model=loaded, folder=folder, run=run, texts=texts)
+
+
+def _refuse_patched(folder: Path) -> None:
+    """UserError for a folder of `skipless patch`, whose connections no packed form holds."""
+    if holds_run(folder) or model_type(folder) != MODEL_TYPE:
+        return
+    raise UserError(
+        f"{folder} is a patched model, and packed integers cannot hold its connections; "
+        f"`skipless fold {folder} --out FOLDER` makes a stock model of it where its gains fold, "
+        f"which can be packed, and `skipless generate {folder} --scheme W8A8` quantises it unpacked"
+    )
 
 
 def export_folder(
