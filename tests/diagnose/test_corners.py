@@ -125,6 +125,7 @@ def test_the_best_measured_way_is_the_one_advised(planted, ids):
     rows[2]["increase"] = 0.1
     told = replace(found, alternatives=rows)
     assert told.recommended() is rows[2]
+    assert any("distance of the outputs (no standard error)" in line for line in told.lines())
     assert told.lines()[-1].endswith(f"{rows[2]['what']}: +0.1000: {rows[2]['code']}")
 
 

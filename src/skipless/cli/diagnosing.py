@@ -85,7 +85,7 @@ def diagnose(
         data: a name of `data list`.
         schemes: such as W8A8,W4A4 (docs/quantise.md); the first is what the ten lines are about.
         num_tokens: read once, for the statistics of every site.
-        layer_tokens: of them, for what takes a pass a layer: damage by layer, error by depth.
+        layer_tokens: for what takes a pass a layer: damage by layer, error by depth.
         measure: of damage: loss of the next token, distance of the outputs, or what fits.
         no_layers: leave out what takes a pass a layer.
         images: .png or .jpg files or folders of them, for vision models.
@@ -177,18 +177,31 @@ def _alone(
         )
     subject = load_subject(model, layer_by_layer=layer_by_layer)
     read = material.read(subject)
+    few = cut_batches(read.batches, layer_tokens)
+    tokens = _num_tokens(few)
+    if subject.run is not None and material.flag is None and tokens is not None:
+        from skipless.measure import held_out_batches
+
+        few = held_out_batches(subject.run, tokens)  # what `quantize` reads for as many
     result = run(
         subject.model, read.batches, schemes, tokenizer=subject.tokenizer,
-        layer_batches=cut_batches(read.batches, layer_tokens), name=subject.name,
-        about=read.about, command=_command(model, subject.run is not None, material), out=out,
+        layer_batches=few, name=subject.name, about=read.about,
+        command=_command(model, subject.run is not None, material, tokens), out=out,
         say=lambda line: None if json else say(line), **options,
     )  # fmt: skip
     _show(result, Path(out) / PAGE, json)
 
 
-def _command(model: str, is_run: bool, material: Material) -> str | None:
-    """The start of the `skipless quantize` line for what was diagnosed, which of a run reads its
-    held-out text alone; None where there is none."""
+def _num_tokens(batches: list) -> int | None:
+    """Of text; None for images and sound, which come as dicts."""
+    if isinstance(batches[0], dict):
+        return None
+    return sum((b[0] if isinstance(b, tuple) else b).numel() for b in batches)
+
+
+def _command(model: str, is_run: bool, material: Material, num_tokens: int | None) -> str | None:
+    """The start of the `skipless quantize` line for what was diagnosed, on as many tokens; of a run
+    it reads its held-out text alone; None where there is none."""
     if is_run and not (Path(model) / "config.json").exists():  # a checkpoint of a run
         return None
     named = [
@@ -197,7 +210,8 @@ def _command(model: str, is_run: bool, material: Material) -> str | None:
         *(["--images", *material.images] if material.images else []),
         *(["--audio", *material.audio] if material.audio else []),
     ]
-    return shlex.join(["skipless", "quantize", model, *([] if is_run else named)])
+    tokens = [] if num_tokens is None else ["--num-tokens", str(num_tokens)]
+    return shlex.join(["skipless", "quantize", model, *([] if is_run else named), *tokens])
 
 
 def _show(result: Any, page: Path, json: bool) -> None:

@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 from skipless.diagnose.plots import series
-from skipless.diagnose.result import REMEDIES, Diagnosis, describe_outliers
+from skipless.diagnose.result import NO_ERROR, REMEDIES, Diagnosis, describe_outliers
 from skipless.report.cells import show
 from skipless.report.frame import document, glossary, listed, number, sortable, word
 from skipless.report.html import figure_html, section
@@ -178,9 +178,11 @@ def _layers(result: Diagnosis) -> str:
     said = ", ".join(
         f"{scheme}: {show(value, '.2f')}" for scheme, value in result.damage["correlation"].items()
     )
+    alone = any(result.is_unsure(row) for row in result.layers)
+    unsure = f" {NO_ERROR.capitalize()}: all of these may be noise." if alone else ""
     note = (
         f"<p>One layer quantised alone; the measure is {escape(result.damage['unit'])}. Spearman's "
-        f"rank correlation of prediction and measurement: {escape(said)}.</p>"
+        f"rank correlation of prediction and measurement: {escape(said)}.{unsure}</p>"
     )
     return note + sortable(head, body)
 

@@ -209,6 +209,8 @@ def _prediction(pen: Pen, axes: Any, result: Diagnosis, scheme: str) -> None:
         )  # fmt: skip
     correlation = (result.damage or {}).get("correlation", {}).get(scheme)
     title = "" if correlation is None else f"rank correlation {correlation:.2f}"
+    if title and any(result.is_unsure(row) for row in rows):
+        title += ", without a standard error"
     panel.set(title=title, xlabel="predicted (noise over energy)", ylabel=_axis(result))
     if min(xs) > 0 and max(xs) > 20 * min(xs):
         panel.set_xscale("log")

@@ -21,6 +21,7 @@ ROUNDED = {
 }
 NUM_LINES = 10
 NUM_TENSORS = 5
+NO_ERROR = "one sequence gives no standard error"
 REMEDIES = {
     "clip:gauss": "a clip for a Gaussian (-clip:gauss)",
     "clip:mse": "a clip at the least squared error (-clip:mse)",
@@ -85,18 +86,22 @@ class Diagnosis:
         return list(first.values())
 
     def recommended(self) -> dict[str, Any] | None:
-        """The alternative to paste: the first that leaves a tenth of the damage, else the best.
+        """The alternative to paste: the one with the smallest increase.
 
-        The scheme as asked when its damage is within two standard errors of none; None when
-        nothing was measured.
+        The scheme as asked when its damage is within two standard errors of none, or is a loss
+        whose standard error is not known; None when nothing was measured.
         """
         if not self.alternatives:
             return None
         asked = self.alternatives[0]
-        if _is_noise(asked):
+        if _is_noise(asked) or self.is_unsure(asked):
             return asked
-        enough = [r for r in self.alternatives[1:] if r["increase"] <= 0.1 * asked["increase"]]
-        return enough[0] if enough else min(self.alternatives, key=lambda row: row["increase"])
+        return min(self.alternatives, key=lambda row: row["increase"])
+
+    def is_unsure(self, row: dict[str, Any]) -> bool:
+        """Whether a row of layers or alternatives is a loss on one sequence: no standard error."""
+        kind = (self.damage or {}).get("kind")
+        return kind == "loss" and row["increase"] is not None and row["standard_error"] is None
 
     def paste(self, row: dict[str, Any]) -> str | None:
         """A row of `alternatives` as a line for the shell; None where no such line does it."""
@@ -153,19 +158,28 @@ class Diagnosis:
             return [f"noise over energy that blocks alone add at {scheme}: most in {listed}"]
         worst = sorted(rows, key=lambda row: -row["increase"])[:3]
         listed = ", ".join(f"{row['layer']} ({show(row['increase'], '+.4f')})" for row in worst)
+        correlation = self.damage["correlation"].get(scheme)
+        if any(self.is_unsure(row) for row in rows):
+            ranks = "" if correlation is None else (
+                f" and the rank correlation with the prediction, {correlation:.2f},"
+            )  # fmt: skip
+            return [
+                f"layers alone at {scheme}, in {self.damage['unit']}: most in {listed}; "
+                f"{NO_ERROR}: these{ranks} may be noise"
+            ]
         if all(_is_noise(row) for row in rows):
             return [
                 f"layers alone at {scheme}: none costs more than two standard errors; most, in "
                 f"{self.damage['unit']}: {listed}"
             ]
-        correlation = self.damage["correlation"].get(scheme)
         agree = (
             "too few layers for a rank correlation with the prediction" if correlation is None
             else f"rank correlation with the prediction {correlation:.2f}"
         )  # fmt: skip
-        return [
-            f"layers alone at {scheme}: {listed} cost most, in {self.damage['unit']}; {agree}"
-        ]  # fmt: skip
+        unit = self.damage["unit"]
+        if all(row["standard_error"] is None for row in rows):
+            unit += " (no standard error)"
+        return [f"layers alone at {scheme}: {listed} cost most, in {unit}; {agree}"]
 
     def _depth_line(self) -> list[str]:
         rows = [row for row in self.depth if row["r"] is not None]  # None: of a stream of zeros
@@ -227,6 +241,15 @@ class Diagnosis:
             f"whole model at {asked['scheme']}, scope {asked['scope']}: "
             f"{show(asked['increase'], '+.4f')}"
         )
+        if self.is_unsure(asked):
+            least = min(self.alternatives, key=lambda r: r["increase"])
+            other = "" if least is asked else (
+                f" (least measured: {least['what']}, {show(least['increase'], '+.4f')})"
+            )  # fmt: skip
+            return [
+                f"{start}; {NO_ERROR}, so that nothing else is advised{other}; measure layers on "
+                f"two sequences or more: {asked['code']}"
+            ]
         if row is asked:
             error = asked["standard_error"]
             if asked["increase"] <= 0:

@@ -14,6 +14,10 @@ Curve = tuple[tuple[float, float], ...]
 """(step, value) pairs in order of steps."""
 
 
+OF_WEIGHTS = "the weight "
+"""How `Evidence.nonfinite` begins where weights themselves are not finite."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Leak:
     """How far outputs at positions below `cut` moved when tokens from `cut` on were changed."""
@@ -108,6 +112,9 @@ class Evidence:
         filled["missing"] = {**other.missing, **self.missing}
         if self.nonfinite == "" and other.nonfinite:  # what files held was finite, the rest is not
             filled["nonfinite"] = other.nonfinite
+        elif self.nonfinite and (other.nonfinite or "").startswith(OF_WEIGHTS):
+            # Files know where such numbers came out, weights where they come from.
+            filled["nonfinite"] = f"{other.nonfinite}; {self.nonfinite}"
         if not self.attention and other.attention:
             filled["num_keys"] = other.num_keys
         return dataclasses.replace(self, **filled)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from skipless.doctor.evidence import Evidence
+from skipless.doctor.evidence import OF_WEIGHTS, Evidence
 from skipless.doctor.finding import Finding, Unchecked, Verdict
 
 SIMILARITY, RANK_SHARE = 0.9, 0.25
@@ -37,6 +37,17 @@ def nonfinite(e: Evidence) -> Verdict:
         return Unchecked(e.needs("nonfinite", "weights, or records of a probe"))
     if not e.nonfinite:
         return None
+    if e.nonfinite.startswith(OF_WEIGHTS):
+        return Finding(
+            level="broken", excess=1.0,
+            symptom="weights that are not finite",
+            evidence=e.nonfinite,
+            cause="a step of training that was not finite itself, or a file that was damaged or "
+            "changed; every output that reads the weight is not finite then",
+            remedy="load an earlier checkpoint, or the file again from where it came; if training "
+            "did it, a lower optim.lr, longer train.warmup_steps, a smaller train.max_grad_norm; "
+            "bf16 or fp32 instead of fp16",
+        )  # fmt: skip
     return Finding(
         level="broken", excess=1.0,
         symptom="numbers that are not finite",

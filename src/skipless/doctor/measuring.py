@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.compiled import run_eagerly, unwrapped
-from skipless.doctor.evidence import Evidence, Leak
+from skipless.doctor.evidence import OF_WEIGHTS, Evidence, Leak
 from skipless.doctor.weights import weight_memory
 from skipless.errors import UserError
 from skipless.fallback import double
@@ -296,7 +296,7 @@ def _close(x: Tensor, y: Tensor) -> bool:
 
 def _broken_weights(model: nn.Module) -> str:
     broken = [n for n, p in model.named_parameters() if not bool(torch.isfinite(p.detach()).all())]
-    return f"the weight {_first(broken)}" if broken else ""
+    return f"{OF_WEIGHTS}{_first(broken)}" if broken else ""
 
 
 def _first(names: list[str]) -> str:
