@@ -35,6 +35,7 @@ def test_by_layer_and_all_but_one(saved, capsys):
     assert total == pytest.approx(everything, abs=1e-3)
     assert main(words) in (0, None)
     out = capsys.readouterr().out
+    assert "paired standard errors up to 0." in out
     assert "one layer alone at W3A4" in out and "one layer in full precision takes off" in out
 
 

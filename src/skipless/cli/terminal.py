@@ -113,6 +113,11 @@ def method_lines(found: dict[str, Any]) -> list[str]:
     """Of `diagnose.methods.compare_methods`: the damage by scheme, scope and method; by layer."""
     rows, lines = found["rows"], _methods(found["rows"])
     lines = [f"in {rows[0]['unit']}, by method; * is the least", *lines[2:]]
+    errors = [row["standard_error"] for row in rows if row["standard_error"] is not None]
+    if errors:
+        lines.append(f"paired standard errors up to {max(errors):.4f}")
+    elif rows[0]["unit"].startswith("nats"):
+        lines.append("of one sequence, so without a standard error; give more --num-tokens")
     return lines + (_layers(found["sensitivity"]) if "sensitivity" in found else [])
 
 
