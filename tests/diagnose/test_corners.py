@@ -151,7 +151,11 @@ def test_a_loss_on_one_sequence_advises_nothing(sequences):
         assert "one sequence gives no standard error: these" in layers and "cost most" not in layers
         assert "nothing else is advised (least measured: " in found.lines()[-1]
         assert least["code"] not in found.lines()[-1]
-        assert "all of these may be noise" in page_of(found)
+        assert "what does not double the loss may be noise" in page_of(found)
+        far = [{**found.alternatives[0], "increase": 9.0}, *found.alternatives[1:]]
+        clear = replace(found, alternatives=far)
+        assert clear.recommended() is least and least["code"] in clear.lines()[-1]
+        assert "(one sequence gives no standard error)" in clear.lines()[-1]
     else:
         assert "no standard error" not in " ".join(found.lines()) + page_of(found)
 

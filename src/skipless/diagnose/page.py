@@ -179,7 +179,9 @@ def _layers(result: Diagnosis) -> str:
         f"{scheme}: {show(value, '.2f')}" for scheme, value in result.damage["correlation"].items()
     )
     alone = any(result.is_unsure(row) for row in result.layers)
-    unsure = f" {NO_ERROR.capitalize()}: all of these may be noise." if alone else ""
+    unsure = (
+        f" {NO_ERROR.capitalize()}: what does not double the loss may be noise." if alone else ""
+    )
     note = (
         f"<p>One layer quantised alone; the measure is {escape(result.damage['unit'])}. Spearman's "
         f"rank correlation of prediction and measurement: {escape(said)}.{unsure}</p>"

@@ -88,8 +88,8 @@ class Diagnosis:
     def recommended(self) -> dict[str, Any] | None:
         """The alternative to paste: the one with the smallest increase.
 
-        The scheme as asked when its damage is within two standard errors of none, or is a loss
-        whose standard error is not known; None when nothing was measured.
+        The scheme as asked when its damage is within two standard errors of none, or `is_unsure`;
+        None when nothing was measured.
         """
         if not self.alternatives:
             return None
@@ -99,9 +99,12 @@ class Diagnosis:
         return min(self.alternatives, key=lambda row: row["increase"])
 
     def is_unsure(self, row: dict[str, Any]) -> bool:
-        """Whether a row of layers or alternatives is a loss on one sequence: no standard error."""
-        kind = (self.damage or {}).get("kind")
-        return kind == "loss" and row["increase"] is not None and row["standard_error"] is None
+        """Whether a row of layers or alternatives is a loss on one sequence, without a standard
+        error, that does not even double: what more than doubles is no accident of the text."""
+        if not self.damage or self.damage["kind"] != "loss" or row["increase"] is None:
+            return False
+        full = self.damage["baseline"]
+        return row["standard_error"] is None and (full is None or row["increase"] <= full)
 
     def paste(self, row: dict[str, Any]) -> str | None:
         """A row of `alternatives` as a line for the shell; None where no such line does it."""
@@ -159,7 +162,7 @@ class Diagnosis:
         worst = sorted(rows, key=lambda row: -row["increase"])[:3]
         listed = ", ".join(f"{row['layer']} ({show(row['increase'], '+.4f')})" for row in worst)
         correlation = self.damage["correlation"].get(scheme)
-        if any(self.is_unsure(row) for row in rows):
+        if any(self.is_unsure(row) for row in worst):
             ranks = "" if correlation is None else (
                 f" and the rank correlation with the prediction, {correlation:.2f},"
             )  # fmt: skip
@@ -259,7 +262,10 @@ class Diagnosis:
             else:
                 why = f"within two standard errors ({error:.4f} each) of no damage"
             return [f"{start}, {why}: {row['code']}"]
-        return [f"{start}; {row['what']}: {show(row['increase'], '+.4f')}: {row['code']}"]
+        unknown = f" ({NO_ERROR})" * (
+            (self.damage or {}).get("kind") == "loss" and row["standard_error"] is None
+        )
+        return [f"{start}; {row['what']}: {show(row['increase'], '+.4f')}{unknown}: {row['code']}"]
 
 
 def _is_noise(row: dict[str, Any]) -> bool:
