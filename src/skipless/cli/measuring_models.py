@@ -120,14 +120,15 @@ def quantize_model(
         from skipless.evaluate import sensitivity
 
         scope = "block" if "block" in scopes else (scopes or ("linear",))[0]
-        result["sensitivity"] = {"scheme": str(closer), "scope": scope}
+        found: dict[str, Any] = {"scheme": str(closer), "scope": scope}
         for key, keep in (("rows", "others"), ("all_but_one", "one"))[: 1 + all_but_one]:
             if not json:
                 what = "one layer" if keep == "others" else "all layers but one"
                 say(f"loss with {what} at {closer}")
-            result["sensitivity"][key] = sensitivity(
+            found[key] = sensitivity(
                 model, closer, held_out, scope, keep=keep, calibration=calibration
             )
+        result["sensitivity"] = found
     return result
 
 
