@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
@@ -93,7 +93,11 @@ class SkiplessQuantizer(HfQuantizer):
                 "the model was restored and its config still says how it was quantised; save its "
                 "state_dict, or quantise it again and call skipless.export.save_quantized"
             )
-        return saved_form(model)[0], {}
+        tensors, settings = saved_form(model)
+        # it may have been restored and quantised by another scheme since it was loaded
+        self.quantization_config = SkiplessQuantizationConfig(**settings)
+        model.config.quantization_config = self.quantization_config
+        return tensors, {}
 
     def is_serializable(self, *args: Any, **options: Any) -> bool:
         return True
@@ -128,8 +132,13 @@ def _files(checkpoint_files: Any) -> list[str]:
 def _names(checkpoint_files: Any) -> list[str]:
     names: list[str] = []
     for file in _files(checkpoint_files):
-        with safe_open(file, "pt") as opened:
-            names += opened.keys()
+        try:
+            with safe_open(file, "pt") as opened:
+                names += opened.keys()
+        except SafetensorError as error:
+            raise UserError(
+                f"{file} cannot be read ({error}); it is cut short or damaged, save the model again"
+            ) from None
     return names
 
 

@@ -29,6 +29,8 @@ ATTRIBUTE = "_skipless_quantization"
 TRAINED = "_skipless_trained"
 """What `train_quantized` leaves on a layer while it trains."""
 _PART = "_skipless_part"
+_SAVE = "save_pretrained"
+"""What transformers' models are saved with: it writes weights, and nothing of activations."""
 
 
 @dataclass(kw_only=True)
@@ -80,12 +82,16 @@ class Quantization:
             setattr(model.get_submodule(weight.name.rpartition(".")[0]), _PART, True)
         self.handles.append(model.register_load_state_dict_pre_hook(self._before_loading))
         self.handles.append(model.register_load_state_dict_post_hook(self._after_loading))
+        if hasattr(model, _SAVE) and getattr(model, "hf_quantizer", None) is None:
+            vars(model)[_SAVE] = _refuse_to_save  # the plug-in of skipless.hf saves by itself
         setattr(model, ATTRIBUTE, self)
 
     def leave(self, model: nn.Module) -> None:
         """Take itself off the model. Hooks are removed by their handles."""
         for weight in self.weights:
             vars(model.get_submodule(weight.name.rpartition(".")[0])).pop(_PART, None)
+        if vars(model).get(_SAVE) is _refuse_to_save:
+            delattr(model, _SAVE)
         delattr(model, ATTRIBUTE)
 
     def _before_loading(self, module: nn.Module, tensors: Any, prefix: str, *rest: Any) -> None:
@@ -106,6 +112,14 @@ class Quantization:
     def _after_loading(self, module: nn.Module, incompatible: Any) -> None:
         for weight in self.weights:  # the same values, as `_before_loading` has seen
             weight.version = weight.parameter._version
+
+
+def _refuse_to_save(*_: Any, **__: Any) -> None:
+    raise UserError(
+        "the model is quantised, and save_pretrained would write the rounded weights alone, which "
+        "load as a model whose activations nothing rounds; call "
+        "skipless.export.save_quantized(model, folder), or restore(model) first"
+    )
 
 
 def quantization(model: nn.Module) -> Quantization | None:
