@@ -183,6 +183,18 @@ def test_what_cannot_be_computed_is_refused_in_a_sentence():
     added = torch.zeros(2, 9)
     added[0, :3] = -1e9
     refused("holds -1e[+]09 to 0; 1 on tokens", lambda: model(x, attention_mask=added))
+    refused(
+        "attention_mask holds 1 to 2",
+        lambda: model(x, attention_mask=torch.tensor([[1] * 4 + [2] * 5] * 2)),
+    )
+    refused(r"input_ids are float32 of shape \[2, 9\]", lambda: model(x.float()))
+    refused(r"input_ids are int64 of shape \[9\]", lambda: model(x[0]))
+    refused(r"\[batch, tokens, 32\] was", lambda: model(inputs_embeds=torch.zeros(2, 9, 31)))
+    refused(r"shape \[2, 9\] were expected, the input_ids", lambda: model(x, labels=x[:, 1:]))
+    refused("labels hold 50; 0 to 49", lambda: model(x, labels=torch.where(x == x[0, 0], 50, x)))
+    refused("labels hold -1; 0 to 49", lambda: model(x, labels=torch.full_like(x, -1)))
+    refused("cache holds 2 rows and the batch has 1",
+            lambda: model(x[:1], past_key_values=model(x).past_key_values))  # fmt: skip
     two = DynamicCache()
     refused("two names of one", lambda: model(x, past_key_values=two, cache=DynamicCache()))
     refused("position_ids hold 40", lambda: model(x, position_ids=torch.arange(32, 41)[None]))

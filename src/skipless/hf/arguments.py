@@ -16,7 +16,13 @@ from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.model import Attention
 
-__all__ = ["as_asked", "attention_probabilities", "check_given", "checked_positions"]
+__all__ = [
+    "as_asked",
+    "attention_probabilities",
+    "check_given",
+    "check_labels",
+    "checked_positions",
+]
 
 PACKED = (
     "packed documents (position_ids that start anew within a row, cu_seq_lens) are not computed "
@@ -25,16 +31,26 @@ PACKED = (
 
 
 def check_given(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, attention_mask: Any, more: dict
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Any,
+    more: dict,
+    width: int,
 ) -> None:
-    """Raise UserError unless there is one input and a mask that says which tokens are padding."""
+    """Raise UserError unless there is one input, of `width` channels where it is embedded, and a
+    mask that says which tokens are padding."""
     if (input_ids is None) == (inputs_embeds is None):
         number = "neither" if input_ids is None else "both"
         raise UserError(f"{number} of input_ids and inputs_embeds were given; pass one of them")
-    if inputs_embeds is not None and inputs_embeds.ndim != 3:
+    if inputs_embeds is not None and (inputs_embeds.ndim != 3 or inputs_embeds.shape[2] != width):
         raise UserError(
-            f"inputs_embeds have shape {list(inputs_embeds.shape)}; [batch, tokens, hidden_size] "
-            "was expected"
+            f"inputs_embeds have shape {list(inputs_embeds.shape)}; [batch, tokens, {width}] was "
+            "expected (hidden_size)"
+        )
+    if input_ids is not None and (input_ids.ndim != 2 or input_ids.is_floating_point()):
+        raise UserError(
+            f"input_ids are {_kind(input_ids)} of shape {list(input_ids.shape)}; whole numbers "
+            "[batch, tokens] were expected"
         )
     if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
         found = getattr(attention_mask, "shape", None)
@@ -45,16 +61,38 @@ def check_given(
         )
     if (
         isinstance(attention_mask, Tensor)
-        and attention_mask.is_floating_point()
+        and attention_mask.dtype != torch.bool
         and attention_mask.device.type == "cpu"
         and bool(((attention_mask != 0) & (attention_mask != 1)).any())
-    ):  # one that is added to scores, 0 on tokens, would be read the wrong way round
+    ):
+        # One that is added to scores, 0 on tokens, would be read the wrong way round; one that
+        # numbers the documents of a row would not keep them apart.
         raise UserError(
             f"attention_mask holds {float(attention_mask.min()):g} to "
             f"{float(attention_mask.max()):g}; 1 on tokens and 0 on padding was expected"
         )
     if any(name.startswith("cu_seq_lens") for name in more):
         raise UserError(PACKED)
+
+
+def check_labels(labels: Tensor, shape: tuple[int, ...], size: int) -> None:
+    """Raise UserError unless `labels` [B, T] are ids below `size`, or -100 (seen on the CPU)."""
+    if tuple(labels.shape) != shape or labels.is_floating_point():
+        raise UserError(
+            f"labels are {_kind(labels)} of shape {list(labels.shape)}; whole numbers of shape "
+            f"{list(shape)} were expected, the input_ids themselves or -100"
+        )
+    if labels.device.type == "cpu":
+        wrong = labels[((labels < 0) & (labels != -100)) | (labels >= size)]
+        if len(wrong):
+            raise UserError(
+                f"labels hold {int(wrong[0])}; 0 to {size - 1} were expected, or -100 where "
+                "nothing is asked"
+            )
+
+
+def _kind(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def checked_positions(

@@ -193,7 +193,7 @@ class SkiplessModel(SkiplessPreTrainedModel, Stack):
         """
         held = the_cache(cache, past_key_values)
         embeds = inputs_embeds
-        check_given(input_ids, embeds, attention_mask, kwargs)
+        check_given(input_ids, embeds, attention_mask, kwargs, self._settings.hidden_size)
         given = input_ids if embeds is None else embeds[..., 0]
         assert given is not None, "one of the two was given"
         held = self._cache_for(held, use_cache)

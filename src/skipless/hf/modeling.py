@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 
-from skipless.hf.arguments import as_asked
+from skipless.hf.arguments import as_asked, check_labels
 from skipless.hf.body import SkiplessModel, SkiplessPreTrainedModel
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.past import CACHE_NAME, the_cache
@@ -74,6 +74,7 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
             stream = stream[:, -logits_to_keep:]
         logits, loss = self.lm_head(stream), None
         if labels is not None:
+            check_labels(labels, tuple(logits.shape[:2]), logits.shape[-1])
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs
             )

@@ -43,6 +43,7 @@ class Past(KeyValueCache):
         self, held: Any, numbers: dict[int, int], num_rows: int, keeps_state: bool
     ) -> None:
         super().__init__()
+        _check_rows(held, num_rows)
         self.held, self.numbers = held, numbers
         self.length = int(held.get_seq_length())  # a static cache returns a tensor that moves
         self.state: LayerState | None = (
@@ -87,6 +88,17 @@ class Past(KeyValueCache):
     def _carried(self) -> LayerState:
         assert self.state is not None, "made for a model whose connections carry nothing"
         return self.state
+
+
+def _check_rows(held: Any, num_rows: int) -> None:
+    """UserError for a cache of another batch; one that makes its keys when asked is not asked."""
+    for layer in getattr(held, "layers", ())[:1]:
+        keys = vars(layer).get("keys")
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.shape[0] != num_rows:
+            raise UserError(
+                f"the cache holds {keys.shape[0]} rows and the batch has {num_rows}; make a new "
+                "cache, or take rows by cache.batch_select_indices"
+            )
 
 
 def the_cache(cache: Any, past_key_values: Any) -> Any:
