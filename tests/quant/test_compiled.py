@@ -1,5 +1,6 @@
 """Models that were compiled, and have run, before they are quantised: no hook is missed."""
 
+import subprocess
 import sys
 
 import pytest
@@ -33,9 +34,9 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, num_layers=2):
         super().__init__()
-        self.layers = nn.ModuleList([Block(), Block()])
+        self.layers = nn.ModuleList([Block() for _ in range(num_layers)])
 
     def forward(self, x):
         for layer in self.layers:
@@ -181,6 +182,49 @@ def test_training_rounds_what_was_compiled_before():
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, net()(x), atol=1e-2)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("how", [wrapped, by_block], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "way", ["W4A4", "W4A4-static", "smooth", "hadamard", "integers", "training"]
+)
+def test_layers_do_not_have_it_compiled_anew(how, way):
+    """More layers than torch traces one function for, which differ in name and range."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Net(num_layers=torch._dynamo.config.recompile_limit + 1).eval()
+    if way == "training":
+        train_quantized(model, "W4A4 scope=block from=0").at(1.0)
+    else:
+        scheme = way if way.startswith("W") else "W4A4"
+        method = way if way in ("smooth", "hadamard") else "rtn"
+        quantize(model, scheme, method=method, calibration=[X])
+    if way == "integers":
+        to_integer(model)
+    x = X.clone().requires_grad_(way == "training")
+    with torch.set_grad_enabled(way == "training"):
+        expected = model(x)
+        call, _ = how(model)
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            for _ in range(3):
+                torch.testing.assert_close(call(x), expected)
+            if way == "training":
+                call(x).sum().backward()
+                assert float(x.grad.abs().sum()) > 0
+    torch.compiler.reset()
+
+
+def test_compiling_stays_unloaded():
+    """Torch's compiler takes a second or two to load; who does not use it does not wait for it."""
+    code = (
+        "import sys, torch, skipless.quant as q\n"
+        "net = torch.nn.Sequential(torch.nn.Linear(4, 4))\n"
+        "q.quantize(model=net, scheme='W8A8')(torch.ones(1, 4))\n"
+        "q.from_integer(q.to_integer(net))(torch.ones(1, 4))\n"
+        "q.restore(net)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @torch.no_grad()

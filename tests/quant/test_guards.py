@@ -196,6 +196,20 @@ def test_weights_made_in_inference_mode_are_refused_untouched():
         assert torch.equal(model(X), before)
 
 
+@pytest.mark.parametrize("method", ["rtn", "smooth+gptq"])
+def test_what_is_quantised_in_inference_mode_lives_on_outside(net, method):
+    before = copy.deepcopy(net.state_dict())
+    expected = quantize(copy.deepcopy(net), "W8A8", method=method, calibration=[X])
+    with torch.inference_mode():
+        quantize(net, "W8A8", method=method, calibration=[X])
+    net(X).square().sum().backward()
+    expected(X).square().sum().backward()
+    for mine, right in zip(net.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, right) and torch.equal(mine.grad, right.grad)
+    restore(net)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

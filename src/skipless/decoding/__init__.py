@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from skipless.compiled import forget_compiled, unwrapped
+from skipless.compiled import forget_compiled, lasting
 from skipless.decoding.blocks import STATE, FusedBlock
 from skipless.decoding.head import FusedHead
 from skipless.decoding.stack import Stack
@@ -30,6 +30,7 @@ from skipless.quant.integers.fused import engine_of_steps
 __all__ = ["fuse", "unfuse"]
 
 
+@lasting
 def fuse(model: Transformer) -> Transformer:
     """Decode with few C++ calls a token, in place; returns the model.
 
@@ -37,7 +38,6 @@ def fuse(model: Transformer) -> Transformer:
     does not run on integers by a C++ engine, one quantised beyond the inputs of linear layers, keys
     and values, and for parts no such call covers.
     """
-    given, model = model, unwrapped(model)
     record = quantization(model)
     if not isinstance(model, Transformer):
         raise UserError(
@@ -78,8 +78,7 @@ def fuse(model: Transformer) -> Transformer:
     if type(head) is nn.Linear and head.weight.dtype == torch.float32:
         head.__class__ = FusedHead
     record.handles.append(_Handle(model))
-    forget_compiled()
-    return given
+    return model
 
 
 def unfuse(model: Transformer) -> None:

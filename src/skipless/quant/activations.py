@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import uncompiled
 from skipless.errors import UserError
 from skipless.quant.convolutions import by_example
 from skipless.quant.fake import simulate
@@ -112,10 +113,12 @@ class ForwardState:
         if self._pass.is_open:
             self._pass.finite.append((name, torch.isfinite(scale).all()))
 
+    @uncompiled
     def before_forward(self, module: nn.Module, args: Any) -> None:
         self._pass.clear()
         self._pass.is_open = True
 
+    @uncompiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         finite = self._pass.finite
         self._pass.clear()
@@ -239,6 +242,7 @@ class ActivationQuantizer:
         rest[..., self.columns] = 0
         return rest
 
+    @uncompiled
     def input_hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
         replaced, found = replace_first(args, self)
         if found:
@@ -246,6 +250,7 @@ class ActivationQuantizer:
         replaced_kwargs, found = replace_first(kwargs, self)
         return (args, replaced_kwargs) if found else None
 
+    @uncompiled
     def output_hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         replaced, found = replace_first(output, self)
         return replaced if found else None

@@ -15,6 +15,7 @@ convolutions.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skipless.compiled import forget_compiled, run_eagerly, unwrapped
+from skipless.compiled import lasting, run_eagerly, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import run_calibration
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+@lasting
 def quantize(
     model: nn.Module,
     scheme: Scheme | str,
@@ -71,26 +73,6 @@ def quantize(
     when nothing matches, the model or a part of it is quantised already, calibration is missing or
     gives NaN, or a weight is not finite.
     """
-    _quantize(
-        unwrapped(model), scheme, scope, method, overrides, calibration, include_head,
-        include_convolutions, layers,
-    )  # fmt: skip
-    forget_compiled()
-    return model
-
-
-def _quantize(
-    model: nn.Module,
-    scheme: Scheme | str,
-    scope: str = "linear",
-    method: str | Method | Sequence[str | Method] = "rtn",
-    overrides: Mapping[str, Scheme | str | None] | Iterable[str] = (),
-    calibration: Iterable[Any] | None = None,
-    include_head: bool = False,
-    include_convolutions: bool = False,
-    layers: Iterable[int | None] | None = None,
-) -> None:
-    """`quantize`, which compiled code does not learn of."""
     scheme = Scheme.parse(scheme).with_overrides(overrides)
     check_free(model)
     methods = parse_methods(method)
@@ -111,7 +93,8 @@ def _quantize(
         handles=session.handles,
     )  # fmt: skip
     try:
-        with run_eagerly():
+        # What is made in inference mode could not be trained or changed outside of it.
+        with torch.inference_mode(False), run_eagerly():
             _round(record, session, methods, weights, targets, calibration)
     except BaseException:
         for weight in record.weights:
@@ -124,6 +107,7 @@ def _quantize(
         if not weight.in_use:
             weight.swap()
     record.keep_on(model)
+    return model
 
 
 def _round(
@@ -160,18 +144,13 @@ def _round(
     state.unseen = set(state.names)
 
 
+@lasting
 def restore(model: nn.Module, *, discard_changes: bool = False) -> nn.Module:
     """Undo `quantize`: the original weights, bit for bit, no hooks. Returns the model.
 
     Raises UserError when the model is not quantised, or when its weights were changed meanwhile
     (by training or load_state_dict), which restoring would throw away; `discard_changes` does so.
     """
-    _restore(unwrapped(model), discard_changes)
-    forget_compiled()
-    return model
-
-
-def _restore(model: nn.Module, discard_changes: bool = False) -> None:
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; there is nothing to restore")
@@ -187,6 +166,7 @@ def _restore(model: nn.Module, discard_changes: bool = False) -> None:
     _detach(record)
     record.changes.undo()
     record.leave(model)
+    return model
 
 
 @contextmanager
@@ -200,12 +180,12 @@ def quantized(
     """
     inner = unwrapped(model)
     with run_eagerly():
-        _quantize(inner, scheme, scope, **options)
+        inspect.unwrap(quantize)(inner, scheme, scope, **options)
         try:
             yield model
         finally:
             if quantization(inner) is not None:
-                _restore(inner)
+                inspect.unwrap(restore)(inner)
 
 
 @contextmanager

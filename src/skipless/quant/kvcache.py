@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import uncompiled
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization
@@ -125,6 +126,7 @@ class _Packer:
         self._own = threading.local()
         """`last`: a weak reference to the values this thread made last, their codes and scale."""
 
+    @uncompiled
     def hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         site = self.site
         if site.state.mode != "quantize":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from skipless.compiled import uncompiled
 from skipless.errors import UserError
 from skipless.quant.convolutions import by_example
 from skipless.quant.fake import Codes
@@ -33,6 +34,7 @@ from skipless.quant.integers.packing import COLUMNS
 class IntegerKernel(Executing):
     """Mixed in before a convolution's own class."""
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         own: Executed = getattr(self, STATE)
         layer: Any = self

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import uncompiled
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.fake import Codes, simulate
@@ -95,6 +96,7 @@ class Executing(Replaced):
 class IntegerForward(Executing):
     """Mixed in before a linear layer's own class."""
 
+    @uncompiled
     def forward(self, x: Tensor) -> Tensor:
         own: Executed = getattr(self, STATE)
         site = own.quantizer

@@ -28,7 +28,7 @@ from typing import Any
 
 from torch import nn
 
-from skipless.compiled import forget_compiled, unwrapped
+from skipless.compiled import lasting, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.apply import Quantization, quantization, quantized
@@ -65,6 +65,7 @@ __all__ = [
 _ON_INTEGERS = "on integers: "
 
 
+@lasting
 def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     """Compute the quantised layers of `model` with integers, in place; returns it.
 
@@ -74,7 +75,6 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
     models then hold packed integers (`kvcache`). Raises UserError, leaving the model as it was, for
     anything else, for weights changed since, and when an engine refuses.
     """
-    given, model = model, unwrapped(model)
     record = quantization(model)
     if record is None:
         raise UserError("the model is not quantised; call quantize(model, scheme) first")
@@ -122,8 +122,7 @@ def to_integer(model: nn.Module, engine: str | None = None) -> nn.Module:
             f"{_ON_INTEGERS}all but {', '.join(simulated[:3])}{more}, which stay simulated"
         )
     pack_cache(model)
-    forget_compiled()
-    return given
+    return model
 
 
 @contextmanager
@@ -144,9 +143,9 @@ def executed(
             yield ""
 
 
+@lasting
 def from_integer(model: nn.Module) -> nn.Module:
     """Back to the simulation by hooks. Raises UserError if no layer runs on integers."""
-    given, model = model, unwrapped(model)
     record = quantization(model)
     handles = [h for h in record.handles if needs_integer(h)] if record else []
     if record is None or not handles:
@@ -156,8 +155,7 @@ def from_integer(model: nn.Module) -> nn.Module:
         record.handles.remove(handle)
     record.notes[:] = [note for note in record.notes if not note.startswith(_ON_INTEGERS)]
     unpack_cache(model)
-    forget_compiled()
-    return given
+    return model
 
 
 def integer_layers(model: nn.Module) -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import uncompiled
 from skipless.errors import UserError
 from skipless.quant.replacing import replace_first
 
@@ -76,6 +77,7 @@ class InputChange:
             self._last = weakref.ref(x), x._version, torch.is_grad_enabled(), result
         return result
 
+    @uncompiled
     def hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
         """A forward pre-hook with keyword arguments."""
         replaced, found = replace_first(args, self)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.compiled import uncompiled
 from skipless.errors import UserError
 from skipless.quant.replacing import replace_first
 from skipless.quant.transforms.session import gain_offset, wide
@@ -89,6 +90,7 @@ class _Leave:
     def __init__(self, back: Callable[[Tensor], Tensor]) -> None:
         self.back = back
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         replaced, found = replace_first(output, self.back)
         return replaced if found else None
