@@ -173,6 +173,41 @@ def test_codes_of_wide_asymmetric_values_fit():
     assert int(codes.codes.max()) > 32767
 
 
+class ByName(nn.Module):
+    """Layers may get their input by torch's name of it."""
+
+    def __init__(self, by_name):
+        super().__init__()
+        torch.manual_seed(0)
+        self.by_name, self.norm = by_name, nn.LayerNorm(8)
+        self.conv, self.up, self.down = nn.Conv1d(4, 4, 1), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        for layer in (self.conv, self.norm, self.up, nn.ReLU(), self.down):
+            x = layer(input=x) if self.by_name else layer(x)
+        return x
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["rtn", "smooth", "awq+gptq", "hadamard", "outliers:20%"])
+def test_layers_that_get_their_input_by_name(method):
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    options = {"method": method, "calibration": [x], "include_convolutions": True}
+    named, plain = (quantize(ByName(how).eval(), "W6A6", **options) for how in (True, False))
+    assert torch.equal(named(x), plain(x)) and not torch.equal(plain(x), ByName(False)(x))
+    if not method.startswith("outliers"):
+        assert torch.equal(to_integer(named)(x), to_integer(plain)(x))
+
+
+@torch.no_grad()
+def test_training_of_layers_that_get_their_input_by_name():
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    named, plain = ByName(True), ByName(False)
+    for net in (named, plain):
+        train_quantized(net, "W4A4 from=0", include_convolutions=True).at(1.0)
+    assert torch.equal(named(x), plain(x))
+
+
 class Doubled(nn.Linear):
     """As layers with adapters look: a linear layer and something more."""
 

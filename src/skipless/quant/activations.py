@@ -29,7 +29,7 @@ from skipless.errors import UserError
 from skipless.quant.convolutions import by_example
 from skipless.quant.fake import simulate
 from skipless.quant.observers import RangeObserver
-from skipless.quant.replacing import replace_first
+from skipless.quant.replacing import replace_first, replace_input
 from skipless.quant.targets import ActivationTarget
 from skipless.scheme import Scheme
 from skipless.sites import Site
@@ -244,11 +244,7 @@ class ActivationQuantizer:
 
     @uncompiled
     def input_hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
-        replaced, found = replace_first(args, self)
-        if found:
-            return replaced, kwargs
-        replaced_kwargs, found = replace_first(kwargs, self)
-        return (args, replaced_kwargs) if found else None
+        return replace_input(args, kwargs, self)
 
     @uncompiled
     def output_hook(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -27,3 +27,12 @@ def replace_first(value: Any, function: Callable[[Tensor], Tensor]) -> tuple[Any
                 is_named = hasattr(value, "_fields")
                 return (type(value)(*items) if is_named else type(value)(items)), True
     return value, False
+
+
+def replace_input(
+    args: tuple, kwargs: dict, function: Callable[[Tensor], Tensor]
+) -> tuple[tuple, dict] | None:
+    """What a forward pre-hook with keyword arguments returns to pass a module's first
+    floating-point tensor through `function`; None where there is none."""
+    replaced, found = replace_first((args, kwargs), function)
+    return replaced if found else None

@@ -70,9 +70,9 @@ class _Rounding:
 class _RoundedForward(Replaced):
     """Mixed in before the layer's own class."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         own: _Rounding = getattr(self, _STATE)
-        return F.linear(x, own(weight_of(self)), bias_of(self))
+        return F.linear(input, own(weight_of(self)), bias_of(self))
 
 
 @named
@@ -83,12 +83,12 @@ class RoundedLinear(_RoundedForward, nn.Linear):
 class _RoundedKernel(Replaced):
     """The same for a convolution."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         own: _Rounding = getattr(self, _STATE)
         weight = weight_of(self)
         rounded = own(weight).reshape(weight.shape)
         convolve: Any = self._conv_forward  # every class of `is_convolution` has it
-        return convolve(x, rounded, bias_of(self))
+        return convolve(input, rounded, bias_of(self))
 
 
 class QuantizedTraining:

@@ -35,7 +35,8 @@ class IntegerKernel(Executing):
     """Mixed in before a convolution's own class."""
 
     @uncompiled
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input  # torch's name, by which models may pass it
         own: Executed = getattr(self, STATE)
         layer: Any = self
         site, dims = own.quantizer, layer.weight.dim() - 1

@@ -97,7 +97,8 @@ class IntegerForward(Executing):
     """Mixed in before a linear layer's own class."""
 
     @uncompiled
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input  # torch's name, by which models may pass it
         own: Executed = getattr(self, STATE)
         site = own.quantizer
         if site.state.mode != "quantize":  # the hook did what there was to do

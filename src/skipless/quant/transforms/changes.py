@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from skipless.compiled import uncompiled
 from skipless.errors import UserError
-from skipless.quant.replacing import replace_first
+from skipless.quant.replacing import replace_input
 
 
 class Changes:
@@ -80,11 +80,7 @@ class InputChange:
     @uncompiled
     def hook(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple | None:
         """A forward pre-hook with keyword arguments."""
-        replaced, found = replace_first(args, self)
-        if found:
-            return replaced, kwargs
-        replaced_kwargs, found = replace_first(kwargs, self)
-        return (args, replaced_kwargs) if found else None
+        return replace_input(args, kwargs, self)
 
     def forget(self, *_: Any) -> None:
         """Let go of the last tensor."""

@@ -119,7 +119,7 @@ class Session:
 
         def watch(group: Group) -> Callable:
             def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-                x = first_tensor(args) if args else first_tensor(kwargs)
+                x = first_tensor((args, kwargs))
                 assert x is not None, "read_groups saw a tensor here"
                 rows = rows_of(x)
                 if not bool(torch.isfinite(rows).all()):

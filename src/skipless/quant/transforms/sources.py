@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from skipless.quant.calibrate import evaluation_mode, run_batch
+from skipless.quant.replacing import replace_input
 from skipless.quant.transforms.tracing import Group, rows_of
 from skipless.sites import first_tensor, is_linear, linear_widths
 
@@ -161,7 +162,7 @@ def _input_of(model: nn.Module, group: Group, batch: Any) -> Tensor | None:
     seen: list[Tensor] = []
 
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        x = first_tensor(args) if args else first_tensor(kwargs)
+        x = first_tensor((args, kwargs))
         if x is not None:
             seen.append(rows_of(x).clone())
         raise _Stop
@@ -190,10 +191,12 @@ def _multiplied(module: nn.Module, factors: Tensor) -> Iterator[None]:
 
 @contextmanager
 def _divided(model: nn.Module, names: tuple[str, ...], factors: Tensor) -> Iterator[None]:
-    def hook(module: nn.Module, args: tuple) -> tuple:
-        return (args[0] / factors, *args[1:])
+    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        return replace_input(args, kwargs, lambda x: x / factors)
 
-    handles = [model.get_submodule(n).register_forward_pre_hook(hook) for n in names]
+    handles = [
+        model.get_submodule(n).register_forward_pre_hook(hook, with_kwargs=True) for n in names
+    ]
     try:
         yield
     finally:

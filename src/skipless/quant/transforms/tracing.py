@@ -96,7 +96,7 @@ class _Trace:
         """A pre-hook of the linear layer `name`."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            x = first_tensor(args) if args else first_tensor(kwargs)
+            x = first_tensor((args, kwargs))
             self._calls[name] = self._calls.get(name, 0) + 1
             if x is None or self._calls[name] > 1:
                 return
