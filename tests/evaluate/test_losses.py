@@ -96,6 +96,27 @@ def test_padding_is_left_out(model, batches):
     assert report.nats == pytest.approx(loss(model, [short]).nats, rel=1e-5)
 
 
+def test_padding_on_the_left_is_left_out():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+                                 intermediate_size=48, vocab_size=61)
+    ).eval()  # fmt: skip
+    ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids], 1)
+    report = loss(llama, [{"input_ids": padded, "attention_mask": (padded > 0).long()}])
+    assert report.num_tokens == 16
+    assert report.nats == pytest.approx(loss(llama, [ids]).nats, rel=1e-5)
+
+
+def test_ids_of_32_bits(model, batches):
+    narrow = [(inputs.int(), labels.int()) for inputs, labels in batches]
+    assert loss(model, narrow) == loss(model, batches)
+    whole = torch.cat([batches[0][0], batches[0][1][:, -1:]], 1)
+    assert loss(model, [whole.int()]) == loss(model, [whole])
+
+
 def test_mode_and_gradients_are_left_as_they_were(model, batches):
     model.train()
     model.layers[1].mlp.eval()
@@ -139,6 +160,7 @@ ids = torch.zeros(2, 3, dtype=torch.long)
         (Constant(torch.zeros(2, 1, 5)), [torch.zeros(2, 1, dtype=torch.long)], "no token"),
         (Constant(torch.zeros(2, 3, 5)), [(ids, ids + 5)], "batch 0 has the label 5.*0 to 4"),
         (Constant(torch.zeros(2, 3, 5)), [(ids, ids - 1)], "label -1"),
+        (Constant(torch.zeros(2, 3, 5)), [(ids, ids.float())], "labels of torch.float32"),
         (Constant(torch.zeros(2, 5)), [(ids, ids)], r"logits \(2, 5\)"),
         (Constant("text"), [(ids, ids)], "returns str without logits"),
         (Constant(torch.zeros(2, 3, 5)), ["text"], "batch is str"),

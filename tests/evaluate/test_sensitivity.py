@@ -112,6 +112,34 @@ def test_overrides_stay(model, batches):
         assert sequence_losses(model, batches).nats == rows[name]["loss"]
 
 
+@pytest.mark.parametrize(
+    "exception", ["{}=W8A8", "{}=fp", "*=W8A8", "{}:input=W8A8", "{}:input=fp"]
+)
+def test_an_exception_may_name_what_is_taken_apart(model, batches, exception):
+    name = "layers.0.mlp.up_proj"
+    mixed = f"{SCHEME} {exception.format(name)}"
+    alone, without = (
+        {r["layer"]: r for r in sensitivity(model, mixed, batches, by="module", keep=keep)}
+        for keep in ("others", "one")
+    )
+    with executed(model, mixed, "block"):
+        everything, record = sequence_losses(model, batches), quantization(model)
+        weights = {w.name: w.scheme for w in record.weights}
+        sites = {a.site.name: a.bits for a in record.activations}
+    for layer, row in alone.items():
+        single = weights[f"{layer}.weight"]
+        bits = sites.get(f"{layer}:input", "fp")
+        of_input = "fp" if bits == "fp" else f"W8A{bits}"
+        with executed(model, f"{SCHEME} *=fp {layer}={single} {layer}:input={of_input}", "block"):
+            assert sequence_losses(model, batches).nats == row["loss"], layer
+    if name in without:
+        kept = [word for word in mixed.split() if not word.startswith(f"{name}=")]
+        with executed(model, f"{' '.join(kept)} {name}=fp", "block"):
+            found = sequence_losses(model, batches)
+        assert without[name]["loss"] == found.nats
+        assert without[name]["recovered"] == everything.nats - found.nats
+
+
 class Copying(torch.nn.Module):
     """Repeats its input through three layers; in the first two a giant weight that nothing reads
     makes the scale so wide that all others round to zero."""

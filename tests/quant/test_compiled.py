@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from skipless.evaluate import error_propagation, sensitivity
+from skipless.evaluate import error_propagation, precision_table, sensitivity
 from skipless.model import ModelConfig, Transformer
 from skipless.probes import Probe
 from skipless.quant import (
@@ -158,6 +158,7 @@ def test_measures_of_the_rooms_above_are_those_of_the_plain_model():
     ids = torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(0))
     expected = error_propagation(model, "W4A4", [ids])
     by_module = sensitivity(model, "W4A4", [ids], by="module")
+    table = precision_table(model, [ids], ["W4A4 layers.0=W8A8"])
     for block in model.blocks:
         block.compile(backend="eager")
     whole = torch.compile(model, backend="eager")
@@ -167,6 +168,9 @@ def test_measures_of_the_rooms_above_are_those_of_the_plain_model():
     assert [row["r"] for row in found] == pytest.approx([row["r"] for row in expected], rel=1e-3)
     again = sensitivity(whole, "W4A4", [ids], by="module")
     assert [row["layer"] for row in again] == [row["layer"] for row in by_module]
+    again_table = precision_table(whole, [ids], ["W4A4 layers.0=W8A8"])
+    for found, expected in zip(again_table, table, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], abs=1e-4)
     losses = [row["loss"] for row in by_module]
     assert [row["loss"] for row in again] == pytest.approx(losses, abs=1e-4)
     torch.compiler.reset()

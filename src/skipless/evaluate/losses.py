@@ -106,7 +106,7 @@ def sequence_losses(model: nn.Module, batches: Iterable[Any]) -> SequenceLosses:
                     f"{tuple(logits.shape)}; logits [batch, time, vocabulary] were expected"
                 )
             _check_labels(labels, logits.shape[-1], number)
-            labels = labels.to(logits.device)
+            labels = labels.to(logits.device, torch.long)
             # Float64 sums are taken on the CPU: MPS has no float64.
             each = F.cross_entropy(
                 logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE,
@@ -133,13 +133,16 @@ def split_batch(batch: Any) -> tuple[Any, Tensor]:
     if isinstance(batch, Tensor):
         return batch, _shift(batch)
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
-        labels = batch.get("labels")
-        if labels is None:
-            labels = batch["input_ids"]
-            mask = batch.get("attention_mask")
-            if mask is not None:
-                labels = labels.masked_fill(mask == 0, IGNORE)
-        return {k: v for k, v in batch.items() if k != "labels"}, _shift(labels)
+        labels, mask = batch.get("labels"), batch.get("attention_mask")
+        if labels is not None:
+            labels = _shift(labels)
+        elif mask is None:
+            labels = _shift(batch["input_ids"])
+        else:  # padding is neither predicted nor predicted from, on whichever side it is
+            padding = mask == 0
+            labels = _shift(batch["input_ids"].masked_fill(padding, IGNORE))
+            labels = labels.masked_fill(padding, IGNORE)
+        return {k: v for k, v in batch.items() if k != "labels"}, labels
     raise UserError(
         f"a batch is {type(batch).__name__}; (input_ids, labels), token ids [batch, time] or a "
         "dict with input_ids was expected"
@@ -150,12 +153,14 @@ def _shift(tokens: Tensor) -> Tensor:
     """Labels of position t: token t + 1; none at the end."""
     if tokens.dim() != 2:
         raise UserError(f"token ids have shape {tuple(tokens.shape)}; [batch, time] was expected")
-    labels = torch.full_like(tokens, IGNORE)
+    labels = torch.full_like(tokens, IGNORE, dtype=torch.long)
     labels[:, :-1] = tokens[:, 1:]
     return labels
 
 
 def _check_labels(labels: Tensor, vocab_size: int, number: int) -> None:
+    if labels.is_floating_point():
+        raise UserError(f"batch {number} has labels of {labels.dtype}; token ids were expected")
     wrong = labels[(labels >= vocab_size) | ((labels < 0) & (labels != IGNORE))]
     if wrong.numel():
         raise UserError(

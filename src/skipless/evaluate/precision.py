@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from skipless.compiled import unwrapped
 from skipless.errors import UserError
 from skipless.evaluate.losses import as_list, sequence_losses
 from skipless.quant import Scheme, executed
@@ -43,7 +44,7 @@ def precision_table(
     as `loss` and `quantize` do; every name is checked before the first is measured. A method that
     this model does not bear leaves None for the loss and the reason in "refused".
     """
-    parsed = [Scheme.parse(scheme) for scheme in schemes]
+    parsed, model = [Scheme.parse(scheme) for scheme in schemes], unwrapped(model)
     if not parsed or not scopes:
         raise UserError("give at least one scheme, such as 'W8A8', and one scope, such as 'block'")
     for scheme in parsed:

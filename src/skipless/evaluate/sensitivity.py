@@ -12,7 +12,7 @@ where to spend bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,13 +135,10 @@ def _units(
             if not names[0]:
                 raise UserError("the model is a single linear layer; there is nothing beside it")
             inputs = [s for s in sites if s.site.module in names and s.site.kind == "linear_input"]
-            apart = [(name, FULL_PRECISION) for name in names]
-            if keep == "others":
-                apart = [("*", FULL_PRECISION), *((name, str(target.scheme)) for name in names)]
+            apart = _all_but(scheme, names) if keep == "one" else _alone(scheme, target)
             units[names[0]] = _Unit(
-                weights=[target], sites=inputs, modules=list(names),
-                scheme=replace(scheme, overrides=(*scheme.overrides, *apart)),
-            )  # fmt: skip
+                weights=[target], sites=inputs, modules=list(names), scheme=apart
+            )
         return units
     every = {t.layer for t in weights} | {t.site.layer for t in sites}
     layers = sorted({t.layer for t in weights if t.layer is not None})
@@ -159,3 +156,20 @@ def _units(
             layers={layer} if keep == "others" else every - {layer},
         )  # fmt: skip
     return units
+
+
+def _all_but(scheme: Scheme, names: Sequence[str]) -> Scheme:
+    """`scheme` with some layers and their inputs in full precision."""
+    others = [pair for pair in scheme.overrides if pair[0] not in names]
+    apart = [(name, FULL_PRECISION) for name in names]
+    return replace(scheme, overrides=(*others, *apart))
+
+
+def _alone(scheme: Scheme, target: WeightTarget) -> Scheme:
+    """`scheme` for one weight and its inputs, which exceptions may set apart; nothing else."""
+    overrides = [("*", FULL_PRECISION), *((name, str(target.scheme)) for name in target.modules)]
+    for name in target.modules:
+        of_input = scheme.at(site := f"{name}:input", name)
+        if of_input != target.scheme:
+            overrides.append((site, FULL_PRECISION if of_input is None else str(of_input)))
+    return replace(scheme, overrides=tuple(overrides))
