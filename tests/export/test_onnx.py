@@ -205,6 +205,22 @@ def test_the_file_says_how_to_open_it(tmp_path):
         session_options(tmp_path / "c.onnx")
 
 
+def test_what_onnx_runtime_does_not_open(tmp_path):
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    with pytest.raises(UserError, match=r"empty\.onnx cannot be opened by ONNX Runtime"):
+        open_session(tmp_path / "empty.onnx")
+    export_onnx(build(), tmp_path / "folder", ids=IDS)
+    (tmp_path / "folder" / "weights.bin").unlink()
+    with pytest.raises(UserError, match=r"and keep weights\.bin beside"):
+        open_session(tmp_path / "folder" / "model.onnx")
+    export_onnx(build(), tmp_path / "a.onnx", ids=IDS)
+    made = onnx.load(tmp_path / "a.onnx")
+    made.metadata_props.add(key="skipless.session_options", value="[1]")
+    onnx.save(made, tmp_path / "a.onnx")
+    with pytest.raises(UserError, match=r"says '\[1\]' for skipless.session_options"):
+        open_session(tmp_path / "a.onnx")
+
+
 def test_logits_of_zero_and_logits_that_are_no_numbers(tmp_path):
     model = build()
     with torch.no_grad():

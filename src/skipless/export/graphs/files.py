@@ -103,14 +103,30 @@ def session_options(path: str | Path, threads: int | None = None) -> Any:
     if threads is not None:
         options.intra_op_num_threads = threads
     asked = {entry.key: entry.value for entry in model.metadata_props}.get(SETTINGS, "{}")
-    for key, value in json.loads(asked).items():
-        options.add_session_config_entry(key, value)
+    try:
+        for key, value in json.loads(asked).items():
+            options.add_session_config_entry(key, value)
+    except (ValueError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} says {asked!r} for {SETTINGS}, which skipless does not write; export the "
+            "model again"
+        ) from None
     return options
 
 
 def open_session(path: str | Path, threads: int | None = None) -> Any:
-    """An onnxruntime.InferenceSession on the CPU, with the settings that the file asks for."""
+    """An onnxruntime.InferenceSession on the CPU, with the settings that the file asks for.
+
+    Raises UserError as `session_options`, and for what ONNX Runtime does not take.
+    """
     options = session_options(path, threads)
     import onnxruntime  # pyright: ignore[reportMissingImports]
 
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its own kinds have no common base but this
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{path} cannot be opened by ONNX Runtime ({reason}); export the model again, and keep "
+            f"{WEIGHTS} beside the files of a folder"
+        ) from None
