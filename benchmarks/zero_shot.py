@@ -1,6 +1,7 @@
 """Our scorer of multiple-choice questions against lm-eval's, request by request.
 
     python benchmarks/zero_shot.py [--quick] [--limit 200] [--num-fewshot 0] [--tasks piqa ...]
+    python benchmarks/zero_shot.py --tasks lambada mmlu --num-fewshot 5 --limit 3
 
 Each task is asked in chunks of questions, which both scorers get in turn: ours with what requests
 share computed once, lm-eval's HFLM in batches (`--batch-size`, 8). The texts of
@@ -26,6 +27,7 @@ import importlib.util
 import json
 import sys
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,39 +36,30 @@ import torch
 from _finished import Finished
 
 from skipless.evaluate.tasks import CORE8, Coder, find_tasks, score_requests
-from skipless.evaluate.tasks.asking import ask
+from skipless.evaluate.tasks.asking import Questions, ask
 from skipless.evaluate.tasks.encoding import Encoded
-from skipless.evaluate.tasks.harness import PREFIX, local_tasks, wrap
+from skipless.evaluate.tasks.harness import wrap
+from skipless.evaluate.tasks.local import PREFIX, local_tasks
 from skipless.evaluate.tasks.scoring import BATCH_TOKENS, choose_mode
 from skipless.evaluate.tasks.trees import grow, plan_trees
 from skipless.pretrained import fetch_model
 
 
-def measure(name: str, task: Any, model: Any, coder: Coder, lm: Any, args: Any) -> dict[str, Any]:
-    """Both scorers on one task, chunk by chunk."""
+def measure(name: str, tasks: Any, model: Any, coder: Coder, lm: Any, args: Any) -> dict[str, Any]:
+    """Both scorers on one task, chunk by chunk. `tasks`: lm-eval's, of MMLU one a subject."""
     asked = ask(find_tasks([name])[0], coder, limit=args.limit, num_fewshot=args.num_fewshot)
-    task.build_all_requests(limit=args.limit, rank=0, world_size=1)
-    by_question: dict[int, list[Any]] = {}
-    for instance in task.instances:
-        by_question.setdefault(instance.doc_id, []).append(instance)
+    instances = instances_of(name, asked, tasks, args.limit)
     began = time.process_time()
     mode, _ = choose_mode(model, asked.encoded)  # once a task, as score_tasks does
     ours_s, theirs_s, floor_s, worst = time.process_time() - began, 0.0, 0.0, 0.0
     requests = greedy_differs = right = 0
     for start in range(0, len(asked.items), args.chunk):
         places = range(start, min(start + args.chunk, len(asked.items)))
-        theirs = [sorted(by_question[asked.numbers[i]], key=lambda x: x.idx) for i in places]
-        for i, instances in zip(places, theirs, strict=True):
-            item = asked.items[i]
-            pairs = list(zip(item.contexts, item.continuations, strict=True))
-            if pairs != [instance.args for instance in instances]:
-                raise SystemExit(f"{name}: the texts of question {i} differ: {pairs}")
-            for instance, (context, continuation) in zip(instances, pairs, strict=True):
-                instance.arguments = (asked.before[i] + context, continuation)
+        theirs = [instance for i in places for instance in instances[i]]
         began = time.process_time()
         mine = score_requests(model, [asked.encoded[i] for i in places], mode=mode).scores
         between = time.process_time()
-        found = lm.loglikelihood([x for instances in theirs for x in instances], disable_tqdm=True)
+        found = lm.loglikelihood(theirs, disable_tqdm=True)
         theirs_s += time.process_time() - between
         ours_s += between - began
         floor_s += products([r for i in places for r in asked.encoded[i]], model)
@@ -76,11 +69,34 @@ def measure(name: str, task: Any, model: Any, coder: Coder, lm: Any, args: Any) 
             requests += 1
         for i, scores in zip(places, mine, strict=True):
             best = max(range(len(scores)), key=lambda k: scores[k].log_likelihood)
-            right += best == asked.items[i].gold
+            right += scores[0].is_greedy if len(scores) == 1 else best == asked.items[i].gold
     return {"questions": len(asked.items), "requests": requests, "acc": right / len(asked.items),
             "ours_s": ours_s, "lm_eval_s": theirs_s, "ratio": ours_s / theirs_s,
             "floor": floor_s / theirs_s, "worst": worst,
             "greedy_differs": greedy_differs}  # fmt: skip
+
+
+def instances_of(name: str, asked: Questions, tasks: Any, limit: int) -> list[list[Any]]:
+    """lm-eval's requests of every question, with our examples in front; the texts have to agree."""
+    found: dict[tuple[str, int], list[Any]] = {}
+    for key, task in tasks.items():
+        subject = key.removeprefix(PREFIX + name).lstrip("_")
+        task.build_all_requests(limit=limit, rank=0, world_size=1)
+        for instance in task.instances:
+            found.setdefault((subject, instance.doc_id), []).append(instance)
+    counts: Counter[str] = Counter()
+    everything = []
+    for number, item, before in zip(asked.numbers, asked.items, asked.before, strict=True):
+        place = counts[item.subject] if item.subject else number
+        counts[item.subject] += 1
+        instances = sorted(found[item.subject, place], key=lambda x: x.idx)
+        contexts = [item.heading + context for context in item.contexts]
+        if [x.args for x in instances] != list(zip(contexts, item.continuations, strict=True)):
+            raise SystemExit(f"{name}: the texts of question {number} differ: {contexts}")
+        for instance, context in zip(instances, item.contexts, strict=True):
+            instance.arguments = (before + context, instance.args[1])
+        everything.append(instances)
+    return everything
 
 
 def products(requests: list[Encoded], model: Any) -> float:
@@ -102,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 questions of two tasks")
     parser.add_argument("--model", default="smollm2-135m", help="of `skipless models list`")
-    parser.add_argument("--limit", type=int, default=200, help="questions a task")
+    parser.add_argument("--limit", type=int, default=200, help="questions a task or subject")
     parser.add_argument("--tasks", nargs="+", default=list(CORE8))
     parser.add_argument("--num-fewshot", type=int, default=0, help="examples, ours for both")
     parser.add_argument("--batch-size", type=int, default=8, help="lm-eval's")
@@ -127,9 +143,10 @@ def main() -> None:
                 "num_fewshot": args.num_fewshot}  # fmt: skip
     done, rows = Finished(args.out, f"zero_shot{'-quick' * args.quick}.jsonl"), {}
     with local_tasks(args.tasks, "wheel") as (manager, names):
-        for key, task in manager.load(names)["tasks"].items():
-            name = key.removeprefix(PREFIX)
-            one = partial(measure, name, task, model, coder, lm, args)
+        loaded = manager.load(names)["tasks"]
+        for name in [task.name for task in find_tasks(args.tasks)]:
+            tasks = {k: t for k, t in loaded.items() if f"{k}_".startswith(f"{PREFIX}{name}_")}
+            one = partial(measure, name, tasks, model, coder, lm, args)
             rows[name] = done.get({**settings, "task": name}, one)
             print(name, rows[name], file=sys.stderr, flush=True)
     print("| task | questions | acc | ours s | lm-eval s | ratio | floor | largest difference |")

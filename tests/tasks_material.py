@@ -47,6 +47,40 @@ ROWS = {
          "option2": "Bo", "answer": "2"},
     ],
 }  # fmt: skip
+MORE_ROWS = {
+    "lambada_openai": [
+        {"text": "Ann lost her hat. She looks for the hat"},
+        {"text": "The man sits in a boat and rows the boat"},
+        {"text": "A cork floats. A stone sinks. A pear"},
+    ],
+    "mmlu": [
+        {"subject": "world_religions", "question": " Which one is a fruit?\n", "answer": 1,
+         "choices": ["a cork", "a pear", "a stone", "a hat"]},
+        {"subject": "anatomy", "question": "What does a hat sit on?", "answer": 0,
+         "choices": ["the head", "the oar", "the boat", "the sea"]},
+        {"subject": "anatomy", "question": "What holds the oar?", "answer": 3,
+         "choices": ["a cork", "a pear", "a stone", "the hand"]},
+    ],
+    "gsm8k": [
+        {"question": "Ann has two pears and finds one. How many?", "answer": "2 + 1 = 3.\n#### 3"},
+        {"question": "Bo has a hat and loses it. How many?", "answer": "1 - 1 = 0.\n#### 0"},
+    ],
+}  # fmt: skip
+"""Of the tasks beside the eight."""
+MMLU_EXAMPLES = [
+    {"subject": subject, "question": f"Question {n} of {subject}?", "answer": n,
+     "choices": ["a cork", "a pear", "a stone", "a hat"]}
+    for subject in ("anatomy", "world_religions") for n in (2, 0, 1)
+]  # fmt: skip
+
+
+def write_more_rows(folder):
+    """LAMBADA and GSM8K without examples, MMLU with."""
+    rows = {name: MORE_ROWS[name] for name in ("lambada_openai", "gsm8k")}
+    write_rows(folder, rows)
+    splits = {"test": MORE_ROWS["mmlu"], "dev": MMLU_EXAMPLES}
+    write_rows(folder / "mmlu", splits)
+    return folder
 
 
 def write_rows(folder, rows=ROWS):

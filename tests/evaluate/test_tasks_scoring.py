@@ -16,7 +16,7 @@ from skipless.evaluate.tasks import Encoded, score_requests, score_tasks
 from skipless.evaluate.tasks.encoding import shared_length
 from skipless.evaluate.tasks.planning import PASS_TOKENS, pieces, plan
 from skipless.evaluate.tasks.scoring import choose_mode
-from skipless.evaluate.tasks.trees import grow, plan_trees
+from skipless.evaluate.tasks.trees import grow, plan_trees, plan_trunks
 from skipless.model import Transformer
 from skipless.model.cache import KeyValueCache
 from skipless.quant import quantized
@@ -154,6 +154,49 @@ def test_a_tree_holds_every_token_once():
                     one.targets
                 )
     assert len(plan_trees(requests, 1000)) == 1
+
+
+SUBJECTS = [
+    [request([*front, *one.inputs[:8], 9], one.targets) for one in question(n, 9, 1, 3)]
+    for front in (list(range(1, 41)), list(range(21, 60)))
+    for n in range(4)
+]
+"""Eight questions behind one of two long beginnings."""
+
+
+def test_a_trunk_is_computed_once(monkeypatch):
+    """Rows after it hold only what is new, and the numbers are those of plain passes."""
+    pytest.importorskip("transformers")
+    model = llama()
+    flat_requests = [r for q in SUBJECTS for r in q]
+    monkeypatch.setattr("skipless.evaluate.tasks.scoring.TRUNK", 30)
+    trunks = plan_trunks(flat_requests, 64, least=30)
+    assert sorted(length for length, _ in trunks) == [39, 40]
+    assert sorted(n for _, numbers in trunks for n in numbers) == list(range(16))
+    computed = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: computed.append(args[0].numel()), with_kwargs=True
+    )
+    found = score_requests(model, SUBJECTS, mode="tree", batch_tokens=64)
+    beginnings = {r.inputs[: n + 1] for r in flat_requests for n in range(len(r.inputs))}
+    assert sum(computed) == len(beginnings)
+    close(flat(found), oracle(model, SUBJECTS), 1e-5)
+    # one row that holds all needs no trunk; none is as long as 50; the last token of a context
+    # predicts the first target
+    assert [length for length, _ in plan_trunks(flat_requests, 1000, least=30)] == [0]
+    assert [length for length, _ in plan_trunks(flat_requests, 64, least=50)] == [0]
+    whole = [request([1] * 40, [2, 3, 4]), request([1] * 40, [2, 3, 5])]
+    assert plan_trunks(whole, 10, least=30) == [(39, [0, 1])]
+
+
+def test_a_cache_that_does_not_forget_is_noticed():
+    """The rows behind a trunk would see one another."""
+    pytest.importorskip("transformers")
+    from transformers import DynamicCache
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicCache, "crop", lambda self, count: None)
+        assert choose_mode(llama(), SUBJECTS)[0] != "tree"
 
 
 def test_the_models_own_greedy_text_is_greedy(model):

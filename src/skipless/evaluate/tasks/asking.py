@@ -2,7 +2,8 @@
 
 Examples are drawn for every question from the training split where the source has one, else from
 the other questions of the split that is scored (as lm-eval does; which ones it draws is its own
-affair). They are joined by blank lines. Read by `running.py` and `harness.py`.
+affair). MMLU's are the first of the question's subject. They are joined by blank lines. Read by
+`running.py`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skipless.errors import UserError
-from skipless.evaluate.tasks.catalog import Item, Task
+from skipless.evaluate.tasks.catalog import Task
 from skipless.evaluate.tasks.encoding import Coder, Encoded
-from skipless.evaluate.tasks.reading import read_items, read_rows
+from skipless.evaluate.tasks.posing import Item
+from skipless.evaluate.tasks.reading import (
+    MissingSplitError,
+    Rows,
+    first_rows,
+    read_items,
+    read_rows,
+)
 
 SEED = 1234
 
@@ -30,7 +38,7 @@ class Questions:
     """Their places in the source."""
     encoded: list[list[Encoded]]
     before: list[str]
-    """The solved examples in front of each."""
+    """What stands in front of each: a heading, solved examples."""
     split: str
     where: str
     num_fewshot: int
@@ -50,13 +58,12 @@ def ask(
     """The first `limit` questions of `task`, encoded. Raises UserError as `read_rows` does, and
     when no question fits the model."""
     found = read_rows(task, source)
-    everything = read_items(task, found, None if num_fewshot else limit)
-    examples = _examples(task, source) if num_fewshot else None
+    numbers = first_rows(task, found, limit)
     asked = Questions(task=task, items=[], numbers=[], encoded=[], before=[], split=found.split,
                       where=found.where, num_fewshot=num_fewshot)  # fmt: skip
-    for number, item in enumerate(everything[:limit]):
-        pool = examples or [other for i, other in enumerate(everything) if i != number]
-        before = prefix(pool, num_fewshot, seed=SEED + number)
+    examples = _examples(task, source, found) if num_fewshot else None
+    for number, item in zip(numbers, read_items(task, found, numbers), strict=True):
+        before = item.heading + (examples.before(item, number, num_fewshot) if examples else "")
         pairs = zip(item.contexts, item.continuations, strict=True)
         requests = [coder.encode(before + context, after) for context, after in pairs]
         if any(request is None for request in requests):
@@ -74,27 +81,43 @@ def ask(
     return asked
 
 
-def prefix(pool: Sequence[Item], count: int, *, seed: int) -> str:
-    """`count` solved examples out of `pool`, each followed by a blank line."""
-    if not count:
-        return ""
-    if count > len(pool):
-        raise UserError(
-            f"--num-fewshot is {count} and there are {len(pool)} examples to draw from; ask for "
-            "fewer"
+class Examples:
+    """Solved questions to put in front of others."""
+
+    def __init__(self, task: Task, items: Sequence[Item], *, are_asked: bool) -> None:
+        """`are_asked`: they are the very questions, of which none is its own example."""
+        self.task, self.are_asked = task, are_asked
+        self.by_subject: dict[str, dict[int, Item]] = {}
+        for number, item in enumerate(items):
+            self.by_subject.setdefault(item.subject, {})[number] = item
+
+    def before(self, item: Item, number: int, count: int) -> str:
+        """`count` examples for question `number`, each followed by a blank line."""
+        pool = [
+            other
+            for place, other in self.by_subject.get(item.subject, {}).items()
+            if not (self.are_asked and place == number)
+        ]
+        if count > len(pool):
+            about = f" of {item.subject}" if item.subject else ""
+            raise UserError(
+                f"--num-fewshot is {count} and there are {len(pool)} examples{about} to draw from; "
+                "ask for fewer"
+            )
+        if self.task.subject_column:
+            drawn = pool[:count]
+        else:
+            places = random.Random(SEED + number).sample(range(len(pool)), count)
+            drawn = [pool[place] for place in places]
+        return "".join(
+            f"{one.contexts[one.gold]}{one.continuations[one.gold]}\n\n" for one in drawn
         )
-    drawn = random.Random(seed).sample(range(len(pool)), count)
-    return "".join(
-        f"{item.contexts[item.gold]}{item.continuations[item.gold]}\n\n"
-        for item in (pool[i] for i in drawn)
-    )
 
 
-def _examples(task: Task, source: str) -> list[Item] | None:
-    """The training split, or None where the source has none."""
+def _examples(task: Task, source: str, asked: Rows) -> Examples:
+    """From the split for examples, or from the questions where the source has no such split."""
     try:
-        return read_items(task, read_rows(task, source, "train"))
-    except UserError:
-        if source == "hub":
-            raise
-        return None
+        rows = read_rows(task, source, task.fewshot_split)
+    except MissingSplitError:
+        return Examples(task, read_items(task, asked), are_asked=True)
+    return Examples(task, read_items(task, rows), are_asked=False)

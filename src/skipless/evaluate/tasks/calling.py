@@ -104,17 +104,26 @@ class Caller:
         cache.batch_select_indices(rows)
         return self._call(ids, 0, {self._cache_name or "cache": cache, "use_cache": True})[0]
 
-    def tree(self, tree: Tree, keep: Tensor) -> Tensor:
-        """Logits [K, V] at the places `keep` [K] of a row in which each token sees its own."""
+    def tree(self, tree: Tree, keep: Tensor, trunk: tuple[Any, int] | None = None) -> Tensor:
+        """Logits [K, V] at the places `keep` [K] of a row in which each token sees its own.
+
+        `trunk` is a cache with so many tokens, which all of the row see; it is left as it was.
+        """
+        cache, length = trunk or (None, 0)
         dtype = next(p.dtype for p in self.model.parameters() if p.is_floating_point())
-        mask = torch.zeros(tree.sees.shape, dtype=dtype)
-        mask.masked_fill_(~tree.sees, torch.finfo(dtype).min)
+        mask = torch.zeros(len(tree.ids), length + len(tree.ids), dtype=dtype)
+        mask[:, length:].masked_fill_(~tree.sees, torch.finfo(dtype).min)
         options = {
             "attention_mask": mask[None, None].to(self.device),
-            "position_ids": tree.positions[None].to(self.device),
+            "position_ids": (length + tree.positions)[None].to(self.device),
             "logits_to_keep": keep.to(self.device),
         }  # fmt: skip
-        return self._call(tree.ids[None], 0, options | self._no_cache())[0][0]
+        if cache is None:
+            return self._call(tree.ids[None], 0, options | self._no_cache())[0][0]
+        held = {self._cache_name or "cache": cache, "use_cache": True}
+        logits = self._call(tree.ids[None], 0, options | held)[0][0]
+        cache.crop(-len(tree.ids))  # of older versions, too, a negative number is what to drop
+        return logits
 
     def _no_cache(self) -> dict[str, Any]:
         return {} if self.is_ours or not self.has_cache else {"use_cache": False}

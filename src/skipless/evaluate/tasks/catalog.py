@@ -1,33 +1,19 @@
-"""The eight zero-shot tasks as lm-eval 0.4 poses them: columns, prompt, choices, the right answer.
+"""The tasks: where their rows are, how they are posed, what is asked of a model.
 
-A row of a data set becomes an `Item`: for each choice a context and a continuation. Most tasks have
-one context and put the choice after it; WinoGrande puts the choice into the context and asks for
-the same ending. Read by `reading.py` and `asking.py`.
+Eight are the paper's (`core8`); LAMBADA, MMLU and GSM8K are beside them. Read by `reading.py` and
+`asking.py`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from skipless.errors import UserError, suggestion
+from skipless.evaluate.tasks import posing
+from skipless.evaluate.tasks.posing import Item, Row
 from skipless.registry import Registry
-
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One question: choice i asks how likely continuations[i] is after contexts[i]."""
-
-    contexts: tuple[str, ...]
-    continuations: tuple[str, ...]
-    """With the space that parts them from the context."""
-    choices: tuple[str, ...]
-    """Their texts; acc_norm divides by the number of characters."""
-    gold: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +30,21 @@ class Task:
     """Whether lm-eval reports acc_norm beside acc."""
     licence: str
     pose: Callable[[Row], Item]
-    """Row -> Item. May raise KeyError, ValueError, TypeError or IndexError for a malformed row."""
+    """Row -> Item."""
+    output_type: Literal["multiple_choice", "loglikelihood", "generate_until"] = "multiple_choice"
+    """lm-eval's word for what is asked: the likeliest choice, whether the one continuation is what
+    the model would say itself, or a written answer, which only lm-eval judges."""
+    fewshot_split: str = "train"
+    """Where solved examples come from."""
+    subject_column: str = ""
+    """The column that parts questions by subject: examples are the first of their own subject."""
 
     def item(self, row: Row) -> Item:
         """The question in `row`. Raises ValueError, KeyError, TypeError, AttributeError or
         IndexError for a row of another form."""
         item = self.pose(row)
-        if len(item.choices) < 2 or not all(item.choices):
+        least = 2 if self.output_type == "multiple_choice" else 1
+        if len(item.choices) < least or not all(item.choices):
             raise ValueError("fewer than two choices, or an empty one")
         if not 0 <= item.gold < len(item.choices):
             raise ValueError(f"the answer is {item.gold} of {len(item.choices)} choices")
@@ -63,7 +57,7 @@ CORE8 = (
     "winogrande",
 )  # fmt: skip
 ALIASES = {"siqa": "social_iqa", "obqa": "openbookqa", "arc_c": "arc_challenge",
-           "arc_e": "arc_easy"}  # fmt: skip
+           "arc_e": "arc_easy", "lambada": "lambada_openai"}  # fmt: skip
 
 
 def find_tasks(names: Iterable[str]) -> list[Task]:
@@ -91,94 +85,35 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def _after(context: str, choices: Iterable[Any], gold: int) -> Item:
-    """Choices that follow one context."""
-    texts = tuple(_text(choice) for choice in choices)
-    return Item(
-        contexts=(context,) * len(texts), continuations=tuple(f" {text}" for text in texts),
-        choices=texts, gold=gold,
-    )  # fmt: skip
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{str(value)[:40]!r} is {type(value).__name__}, not text")
-    return value
-
-
-def _arc(row: Row) -> Item:
-    options = row["choices"]
-    gold = list(options["label"]).index(row["answerKey"])
-    return _after(f"Question: {_text(row['question'])}\nAnswer:", options["text"], gold)
-
-
-def _boolq(row: Row) -> Item:
-    answer = row["label"] if "label" in row else row["answer"]  # super_glue and boolq differ
-    context = f"{_text(row['passage'])}\nQuestion: {_text(row['question'])}?\nAnswer:"
-    return _after(context, ("no", "yes"), int(answer))
-
-
-def _hellaswag(row: Row) -> Item:
-    ending = row["ctx_b"].capitalize()
-    context = _wikihow(f"{row['activity_label']}: {row['ctx_a']} {ending}")
-    return _after(context, [_wikihow(ending) for ending in row["endings"]], int(row["label"]))
-
-
-def _wikihow(text: str) -> str:
-    """WikiHow's [title] ends a sentence; other marks in brackets are taken out."""
-    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
-    return text.replace("  ", " ")
-
-
-def _openbookqa(row: Row) -> Item:
-    options = row["choices"]
-    gold = list(options["label"]).index(row["answerKey"].lstrip())
-    return _after(_text(row["question_stem"]), options["text"], gold)
-
-
-def _piqa(row: Row) -> Item:
-    context = f"Question: {_text(row['goal'])}\nAnswer:"
-    return _after(context, (row["sol1"], row["sol2"]), int(row["label"]))
-
-
-def _social_iqa(row: Row) -> Item:
-    context = f"Q: {_text(row['context'])} {_text(row['question'])}\nA:"
-    choices = (row["answerA"], row["answerB"], row["answerC"])
-    return _after(context, choices, int(row["label"]) - 1)
-
-
-def _winogrande(row: Row) -> Item:
-    sentence = _text(row["sentence"])
-    gap = sentence.index("_")
-    options = (_text(row["option1"]), _text(row["option2"]))
-    ending = sentence[gap + 1 :].strip()
-    return Item(
-        contexts=tuple(sentence[:gap] + option for option in options),
-        continuations=(f" {ending}",) * 2, choices=options, gold=("1", "2").index(row["answer"]),
-    )  # fmt: skip
-
-
-def _add(name: str, hub: tuple[str, str | None], pose: Callable[[Row], Item], columns: str,
-         licence: str, *, split: str = "validation", norm: bool = True) -> None:  # fmt: skip
+def _add(
+    name: str, hub: tuple[str, str | None], pose: Callable[[Row], Item], columns: str, licence: str,
+    *, split: str = "validation", norm: bool = False, **more: Any,
+) -> None:  # fmt: skip
     TASKS.register(name)(
         Task(name=name, hub=hub, split=split, columns=tuple(columns.split()), reports_norm=norm,
-             licence=licence, pose=pose)
+             licence=licence, pose=pose, **more)
     )  # fmt: skip
 
 
 _CARD = "see the data set's card"
-_add("arc_challenge", ("allenai/ai2_arc", "ARC-Challenge"), _arc, "question choices answerKey",
-     "CC BY-SA 4.0", split="test")  # fmt: skip
-_add("arc_easy", ("allenai/ai2_arc", "ARC-Easy"), _arc, "question choices answerKey",
-     "CC BY-SA 4.0", split="test")  # fmt: skip
-_add("boolq", ("aps/super_glue", "boolq"), _boolq, "passage question label|answer",
-     "CC BY-SA 3.0", norm=False)  # fmt: skip
-_add("hellaswag", ("Rowan/hellaswag", None), _hellaswag, "activity_label ctx_a ctx_b endings label",
-     "MIT")  # fmt: skip
-_add("openbookqa", ("allenai/openbookqa", "main"), _openbookqa, "question_stem choices answerKey",
-     _CARD, split="test")  # fmt: skip
-_add("piqa", ("baber/piqa", None), _piqa, "goal sol1 sol2 label", _CARD)
-_add("social_iqa", ("lighteval/siqa", None), _social_iqa,
-     "context question answerA answerB answerC label", _CARD, norm=False)  # fmt: skip
-_add("winogrande", ("allenai/winogrande", "winogrande_xl"), _winogrande,
-     "sentence option1 option2 answer", "CC BY", norm=False)  # fmt: skip
+_add("arc_challenge", ("allenai/ai2_arc", "ARC-Challenge"), posing.arc,
+     "question choices answerKey", "CC BY-SA 4.0", split="test", norm=True)  # fmt: skip
+_add("arc_easy", ("allenai/ai2_arc", "ARC-Easy"), posing.arc, "question choices answerKey",
+     "CC BY-SA 4.0", split="test", norm=True)  # fmt: skip
+_add("boolq", ("aps/super_glue", "boolq"), posing.boolq, "passage question label|answer",
+     "CC BY-SA 3.0")  # fmt: skip
+_add("hellaswag", ("Rowan/hellaswag", None), posing.hellaswag,
+     "activity_label ctx_a ctx_b endings label", "MIT", norm=True)  # fmt: skip
+_add("openbookqa", ("allenai/openbookqa", "main"), posing.openbookqa,
+     "question_stem choices answerKey", _CARD, split="test", norm=True)  # fmt: skip
+_add("piqa", ("baber/piqa", None), posing.piqa, "goal sol1 sol2 label", _CARD, norm=True)
+_add("social_iqa", ("lighteval/siqa", None), posing.social_iqa,
+     "context question answerA answerB answerC label", _CARD)  # fmt: skip
+_add("winogrande", ("allenai/winogrande", "winogrande_xl"), posing.winogrande,
+     "sentence option1 option2 answer", "CC BY")  # fmt: skip
+_add("lambada_openai", ("EleutherAI/lambada_openai", "default"), posing.lambada, "text", _CARD,
+     split="test", output_type="loglikelihood")  # fmt: skip
+_add("mmlu", ("cais/mmlu", "all"), posing.mmlu, "question choices subject answer", "MIT",
+     split="test", fewshot_split="dev", subject_column="subject")  # fmt: skip
+_add("gsm8k", ("openai/gsm8k", "main"), posing.gsm8k, "question answer", "MIT", split="test",
+     output_type="generate_until")  # fmt: skip

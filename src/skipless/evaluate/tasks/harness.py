@@ -1,19 +1,15 @@
 """The same through lm-eval, where it is installed: its prompts, its metrics, any of its tasks.
 
-Our eight tasks are handed to it as local files (a YAML that includes the official task and names
-the file), so that they need no hub; other names, and YAML files of tasks, go to it as they are.
-The model is called by lm-eval's own class for transformers, which also has it write text; one of
-ours is handed over as `skipless.hf` has it. Read by the command line, and by the test that compares
-both scorers.
+The tasks of our catalog are handed to it as local files (local.py); other names, and YAML files of
+tasks, go to it as they are. The model is called by lm-eval's own class for transformers, which also
+has it write text; one of ours is handed over as `skipless.hf` has it. Read by the command line, and
+by the test that compares both scorers.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +18,15 @@ from torch import nn
 
 from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
-from skipless.evaluate.tasks.catalog import find_tasks, named
-from skipless.evaluate.tasks.reading import Rows, read_rows
+from skipless.evaluate.tasks.catalog import named
+from skipless.evaluate.tasks.local import PREFIX, import_lm_eval, local_tasks
 from skipless.evaluate.tasks.running import FULL, parse_schemes, under
-from skipless.evaluate.tasks.statistics import bootstrap_interval
+from skipless.evaluate.tasks.statistics import accuracy_with_error, bootstrap_interval
 from skipless.quant import Scheme, evaluation_mode, quantization
 
-PREFIX = "local_"
 BATCH_SIZE = 8
 PAIRED = ("acc", "acc_norm", "exact_match")
 """Metrics that are the mean of one number a question, so that two models differ by one as well."""
-_FILES = {
-    "arc_challenge": "arc/arc_challenge.yaml", "arc_easy": "arc/arc_easy.yaml",
-    "boolq": "super_glue/boolq/default.yaml", "hellaswag": "hellaswag/hellaswag.yaml",
-    "openbookqa": "openbookqa/openbookqa.yaml", "piqa": "piqa/piqa.yaml",
-    "social_iqa": "siqa/siqa.yaml", "winogrande": "winogrande/default.yaml",
-}  # fmt: skip
-"""Where lm-eval 0.4.13 has the official tasks; its index of thousands takes half a minute."""
 
 
 def run_lm_eval(
@@ -61,9 +49,7 @@ def run_lm_eval(
     files. Raises UserError where lm-eval is not installed, and for names it does not know.
     """
     lm_eval = import_lm_eval()
-    if (
-        quantization(model) is None
-    ):  # a range that all tokens share would look like seeing later ones
+    if quantization(model) is None:  # a range of all tokens would look like seeing later ones
         with evaluation_mode(model):
             Caller(model).check_causal()
     parsed = parse_schemes(model, schemes, scope, calibration)
@@ -87,21 +73,8 @@ def run_lm_eval(
             "num_fewshot": num_fewshot, "scope": scope, "rows": rows}  # fmt: skip
 
 
-def import_lm_eval() -> Any:
-    """The package. Raises UserError where it is not installed."""
-    try:
-        import lm_eval  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
-        import lm_eval.tasks  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UserError(
-            "lm-eval is not installed; install it with `pip install -e '.[eval]'`, or leave out "
-            "--backend lm-eval: the eight tasks run without it"
-        ) from None
-    return lm_eval
-
-
 def _sort_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Names of our eight, and the others: lm-eval's own and files."""
+    """Names of tasks of ours, and the others: lm-eval's own and files."""
     ours: dict[str, None] = {}
     theirs: dict[str, None] = {}
     for name in tasks:
@@ -129,52 +102,6 @@ def _check_known(names: Sequence[str], known: Sequence[str]) -> None:
             f"lm-eval has no task {unknown[0]!r}; "
             + (f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists all")
         )
-
-
-@contextmanager
-def local_tasks(
-    names: Sequence[str], source: str, *, others: bool = False
-) -> Iterator[tuple[Any, list[str]]]:
-    """lm-eval's task manager with `names` reading from `source`, and what they are called there.
-
-    With source hub they keep their names. `others`: lm-eval's own tasks are wanted too. Files live
-    as long as the with statement.
-    """
-    lm_eval = import_lm_eval()
-    if source == "hub" or not names:
-        everything = others or bool(names)
-        yield lm_eval.tasks.TaskManager(include_defaults=everything), list(names)
-        return
-    root = Path(lm_eval.tasks.__file__).parent
-    official = {name: root / _FILES[name] for name in names}
-    if not all(file.is_file() for file in official.values()):  # another version
-        index = lm_eval.tasks.TaskManager().task_index
-        official = {name: Path(index[name].yaml_path) for name in names}
-    with tempfile.TemporaryDirectory() as folder:
-        for task in find_tasks(names):
-            found = read_rows(task, source)
-            file = Path(folder) / f"{task.name}.jsonl"
-            file.write_text("".join(json.dumps(row) + "\n" for row in _columns(found)))
-            # lm-eval scores the test split where there is one
-            config = {
-                "include": str(official[task.name]), "task": PREFIX + task.name,
-                "tag": None, "dataset_path": "json", "dataset_name": None,
-                "dataset_kwargs": {"data_files": {"test": str(file)}},
-                "training_split": None, "validation_split": None, "test_split": "test",
-            }  # fmt: skip
-            (Path(folder) / f"{task.name}.yaml").write_text(json.dumps(config))  # YAML holds JSON
-        yield (
-            lm_eval.tasks.TaskManager(include_path=folder, include_defaults=others),
-            [PREFIX + task.name for task in find_tasks(names)],
-        )
-
-
-def _columns(found: Rows) -> Iterator[dict[str, Any]]:
-    """Rows with the columns of the data sets that lm-eval names."""
-    for row in found.rows:
-        if "passage" in row and "label" not in row:  # boolq, where lm-eval reads super_glue
-            row = row | {"label": int(row["answer"])}
-        yield row
 
 
 def _evaluate(lm_eval: Any, subject: Any, **options: Any) -> dict[str, Any]:
@@ -239,18 +166,42 @@ def wrap(model: Any, tokenizer: Any, max_length: int | None = None) -> Any:
 
 def _row(name: str, found: Any, reference: Any) -> dict[str, Any]:
     by_task = {}
+    of_group = {
+        member: group
+        for group, members in found.get("group_subtasks", {}).items()
+        if group.startswith(PREFIX)
+        for member in members
+    }
     for task, metrics in found["results"].items():
         entry: dict[str, Any] = {
             _plain(key): value
             for key, value in metrics.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
-        if reference is not None and task in found.get("samples", {}):
-            entry["against_full_precision"] = _paired(
-                reference["samples"][task], found["samples"][task]
-            )
-        by_task[task.removeprefix(PREFIX)] = entry
-    return {"scheme": name, "tasks": by_task}
+        if task in of_group:  # a subject of MMLU
+            group = of_group[task]
+            subject = task.removeprefix(f"{group}_")
+            about = {"acc": entry["acc"], "num_questions": metrics["sample_len"]}
+            by_task.setdefault(group, {"subjects": {}})["subjects"][subject] = about
+            continue
+        samples = _samples(found, task)
+        for key, values in _by_metric(samples).items():
+            if key in entry:
+                _, entry[f"{key}_stderr"] = accuracy_with_error(np.array(list(values.values())))
+        if reference is not None and samples:
+            entry["against_full_precision"] = _paired(_samples(reference, task), samples)
+        by_task[task] = entry | by_task.get(task, {})
+    return {"scheme": name, "tasks": {t.removeprefix(PREFIX): e for t, e in by_task.items()}}
+
+
+def _samples(found: Any, task: str) -> list[dict[str, Any]]:
+    """The questions of a task, or of all members of a group of ours."""
+    members = found.get("group_subtasks", {}).get(task, ()) if task.startswith(PREFIX) else ()
+    return [
+        {**sample, "doc_id": (member, sample["doc_id"])}
+        for member in members or (task,)
+        for sample in found.get("samples", {}).get(member, ())
+    ]
 
 
 def _plain(key: str) -> str:
@@ -267,18 +218,23 @@ def _plain(key: str) -> str:
 
 def _paired(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, Any]:
     """Mean difference with a 95 % interval, by metric that has a number a question."""
-    old = {(sample["doc_id"], sample.get("filter")): sample for sample in before}
-    differences: dict[str, list[float]] = {}
-    for sample in after:
-        way = sample.get("filter")
-        other = old.get((sample["doc_id"], way), {})
+    old, paired = _by_metric(before), {}
+    for key, values in _by_metric(after).items():
+        both = [number for number in values if number in old.get(key, {})]
+        differences = np.array([values[number] - old[key][number] for number in both])
+        if both:
+            paired[key] = {"difference": float(differences.mean()),
+                           "interval": list(bootstrap_interval([differences]))}  # fmt: skip
+    return paired
+
+
+def _by_metric(samples: list[dict[str, Any]]) -> dict[str, dict[Any, float]]:
+    """{metric: {question: number}} of those that are the mean of one number a question."""
+    found: dict[str, dict[Any, float]] = {}
+    for sample in samples:
         for metric in PAIRED:
-            pair = other.get(metric), sample.get(metric)
-            if all(isinstance(x, (int, float, np.number)) for x in pair):
-                key = _plain(f"{metric},{way or 'none'}")
-                differences.setdefault(key, []).append(float(pair[1]) - float(pair[0]))  # type: ignore
-    return {
-        key: {"difference": float(np.mean(values)),
-              "interval": list(bootstrap_interval([np.array(values)]))}
-        for key, values in differences.items()
-    }  # fmt: skip
+            value = sample.get(metric)
+            if isinstance(value, (int, float, np.number)):
+                key = _plain(f"{metric},{sample.get('filter') or 'none'}")
+                found.setdefault(key, {})[sample["doc_id"]] = float(value)
+    return found

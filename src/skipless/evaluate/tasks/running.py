@@ -16,7 +16,7 @@ from torch import nn
 
 from skipless.errors import UserError
 from skipless.evaluate.tasks.asking import Questions, ask
-from skipless.evaluate.tasks.catalog import find_tasks
+from skipless.evaluate.tasks.catalog import Task, find_tasks
 from skipless.evaluate.tasks.encoding import Coder
 from skipless.evaluate.tasks.scoring import (
     BATCH_TOKENS,
@@ -27,6 +27,7 @@ from skipless.evaluate.tasks.scoring import (
 )
 from skipless.evaluate.tasks.statistics import (
     Answers,
+    Continuations,
     accuracy_with_error,
     bootstrap_interval,
     compare,
@@ -64,15 +65,16 @@ def score_tasks(
     batch_tokens: int = BATCH_TOKENS,
     say: Callable[[str], None] = lambda text: None,
 ) -> TaskResults:
-    """Zero-shot (or few-shot) accuracy on multiple-choice tasks, and what schemes do to it.
+    """Zero-shot (or few-shot) accuracy on tasks, and what schemes do to it.
 
     `model` is a causal language model of ours or of Hugging Face's, as it is: in full precision,
     or quantised already. Each of `schemes` is then compared with it question by question.
     `max_length` is the longest input in tokens; None asks the model's config. `limit` takes the
-    first questions of each task. `calibration`: batches, for static schemes. Raises UserError for
-    tasks, sources and schemes that do not exist, before anything is scored.
+    first questions of each task, and of each subject of MMLU. `calibration`: batches, for static
+    schemes. Raises UserError for tasks, sources and schemes that do not exist, before anything is
+    scored.
     """
-    wanted = find_tasks(tasks)
+    wanted = scored_tasks(tasks)
     for name, value, least in (
         ("limit", limit, 1), ("num_fewshot", num_fewshot, 0), ("max_length", max_length, 1),
         ("batch_tokens", batch_tokens, 1),
@@ -86,7 +88,7 @@ def score_tasks(
         ask(task, coder, source=source, limit=limit, num_fewshot=num_fewshot) for task in wanted
     ]
     rows, documents = [], []
-    reference: list[Answers] = []
+    reference: list[Answers | Continuations] = []
     for scheme in (None, *parsed):
         name = FULL if scheme is None else str(scheme)
         with under(scheme, model, scope, calibration):
@@ -102,6 +104,18 @@ def score_tasks(
         "max_length": coder.max_length, "backend": "own", "rows": rows,
     }  # fmt: skip
     return TaskResults(summary=summary, documents=documents)
+
+
+def scored_tasks(names: Iterable[str]) -> list[Task]:
+    """As `find_tasks`. Raises UserError for a task whose answers are written, too."""
+    found = find_tasks(names)
+    for task in found:
+        if task.output_type == "generate_until":
+            raise UserError(
+                f"{task.name} has the model write its answer, which our scorer does not judge; add "
+                "--backend lm-eval"
+            )
+    return found
 
 
 def parse_schemes(
@@ -141,7 +155,7 @@ def _limit(model: Any) -> int | None:
 def _one_scheme(
     model: nn.Module, asked: list[Questions], name: str, mode: Mode, batch_tokens: int,
     say: Callable[[str], None],
-) -> tuple[list[tuple[Scores, float]], list[Answers], tuple[str, str]]:  # fmt: skip
+) -> tuple[list[tuple[Scores, float]], list[Answers | Continuations], tuple[str, str]]:  # fmt: skip
     """Scores and seconds by task, the answers, and how it was scored and why not faster."""
     found, answers, note = [], [], ""
     if mode == "auto":
@@ -150,13 +164,7 @@ def _one_scheme(
         start = time.perf_counter()
         scores = score_requests(model, questions.encoded, mode=mode, batch_tokens=batch_tokens)
         found.append((scores, time.perf_counter() - start))
-        answers.append(
-            Answers(
-                log_likelihoods=[np.array([s.log_likelihood for s in q]) for q in scores.scores],
-                lengths=[np.array([float(len(c)) for c in i.choices]) for i in questions.items],
-                gold=np.array([item.gold for item in questions.items]),
-            )
-        )
+        answers.append(_answers(questions, scores))
         say(
             f"{name}: {questions.task.name} {answers[-1].right().mean():.3f} "
             f"({len(questions.items)} questions, {found[-1][1]:.0f} s)"
@@ -164,9 +172,23 @@ def _one_scheme(
     return found, answers, (mode, note)
 
 
+def _answers(questions: Questions, scores: Scores) -> Answers | Continuations:
+    if questions.task.output_type == "loglikelihood":
+        ones = [q[0] for q in scores.scores]
+        return Continuations(
+            log_likelihoods=np.array([s.log_likelihood for s in ones]),
+            is_greedy=np.array([s.is_greedy for s in ones]),
+        )
+    return Answers(
+        log_likelihoods=[np.array([s.log_likelihood for s in q]) for q in scores.scores],
+        lengths=[np.array([float(len(c)) for c in i.choices]) for i in questions.items],
+        gold=np.array([item.gold for item in questions.items]),
+    )
+
+
 def _row(
-    name: str, asked: list[Questions], found: list[tuple[Scores, float]], answers: list[Answers],
-    reference: list[Answers] | None,
+    name: str, asked: list[Questions], found: list[tuple[Scores, float]],
+    answers: list[Answers | Continuations], reference: list[Answers | Continuations] | None,
 ) -> dict[str, Any]:  # fmt: skip
     by_task = {}
     for number, (questions, (_, seconds), answer) in enumerate(
@@ -179,6 +201,10 @@ def _row(
             entry["acc_norm"], entry["acc_norm_stderr"] = accuracy_with_error(
                 answer.right(norm=True)
             )
+        if isinstance(answer, Continuations):
+            entry["perplexity"], entry["perplexity_stderr"] = answer.perplexity()
+        if questions.task.subject_column:
+            entry["subjects"] = _by_subject(questions, answer.right())
         entry |= {
             "num_ties": len(ties), "ties": [questions.numbers[i] for i in ties[:MOST_TIES]],
             "seconds": round(seconds, 3),
@@ -200,7 +226,16 @@ def _row(
     return row
 
 
-def _best(asked: list[Questions], answers: list[Answers]) -> list[np.ndarray]:
+def _by_subject(questions: Questions, right: np.ndarray) -> dict[str, dict[str, Any]]:
+    subjects = np.array([item.subject for item in questions.items])
+    found = {}
+    for subject in dict.fromkeys(subjects.tolist()):
+        of_it = right[subjects == subject]
+        found[subject] = {"acc": float(of_it.mean()), "num_questions": len(of_it)}
+    return found
+
+
+def _best(asked: list[Questions], answers: list[Answers | Continuations]) -> list[np.ndarray]:
     """Right answers by task: acc_norm where lm-eval reports it, else acc."""
     pairs = zip(asked, answers, strict=True)
     return [answer.right(norm=questions.task.reports_norm) for questions, answer in pairs]
@@ -211,7 +246,7 @@ def _about(questions: Questions) -> dict[str, Any]:
     return {
         "name": questions.task.name, "split": questions.split, "where": questions.where,
         "licence": questions.task.licence, "num_questions": len(questions.items),
-        "chance": float(np.mean([1 / size for size in sizes])),
+        "chance": float(np.mean([1 / size if size > 1 else 0 for size in sizes])),
         "num_truncated": questions.num_truncated, "left_out": questions.left_out,
     }  # fmt: skip
 

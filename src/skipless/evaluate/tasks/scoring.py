@@ -1,7 +1,8 @@
 """Log-likelihoods of continuations, and whether they are what the model would say itself.
 
     tree     requests that begin alike are a tree in one row, every token of which is computed once
-             and sees what stood before it in its request (trees.py)
+             and sees what stood before it in its request; keys and values of what many rows begin
+             with are kept for them (trees.py)
     shared   what the requests of one question begin with is computed once, its keys and values are
              handed to all of them, and only the rest is computed for each
     plain    every request is a row of a batch, padded on the right, batches sorted by length
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
 from skipless.evaluate.tasks.encoding import Encoded, shared_length
 from skipless.evaluate.tasks.planning import pieces, plan
-from skipless.evaluate.tasks.trees import common_length, grow, plan_trees
+from skipless.evaluate.tasks.trees import TRUNK, common_length, grow, plan_trees, plan_trunks
 from skipless.quant import evaluation_mode, quantization
 
 Mode = Literal["auto", "tree", "shared", "plain", "single"]
@@ -102,7 +103,7 @@ def _score(
         elif mode == "plain":
             worker.all_plain(flat, batch_tokens)
         elif mode == "tree":
-            worker.all_trees(flat, batch_tokens)
+            worker.all_trees(flat, batch_tokens, always)
         else:
             worker.all_shared(batch_tokens, always)
     return [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
@@ -122,17 +123,24 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
         )
     with evaluation_mode(model):
         caller.check_causal()
-    is_rounded, sharing = quantization(model) is not None, [q for q in questions if len(q) > 1]
-    if not any(shared_length(q) for q in sharing):
+    is_rounded = quantization(model) is not None
+    sharing = [q for q in questions if len(q) > 1 and shared_length(q)]
+    ways: list[tuple[Mode, bool]] = [
+        ("tree", caller.has_trees and bool(questions)),  # pads nothing, though nothing is shared
+        ("shared", caller.has_cache and bool(sharing)),
+    ]
+    if not any(is_there for _, is_there in ways):
         return "plain", ""
-    sample = _sample(sharing, is_rounded)
+    sample = _sample(sharing or list(questions), is_rounded)
     expected, note = _score(model, sample, "plain"), ""
-    ways: list[tuple[Mode, bool]] = [("tree", caller.has_trees), ("shared", caller.has_cache)]
     for mode, is_there in ways:
         if not is_there:
             continue
         try:
-            gap = _gap(_score(model, sample, mode, always=True), expected)
+            gap = max(
+                _gap(_score(model, sample, mode, always=always), expected)
+                for always in ((False, True) if mode == "tree" else (True,))
+            )
         except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError,
                 IndexError, UserError) as error:  # fmt: skip
             note = f"the cache of {type(model).__name__} does not serve ({error})"[:200]
@@ -238,16 +246,32 @@ class _Worker:
                 before = last[rows[i] : rows[i] + 1]
                 self.put(places[i], here if first >= 0 else torch.cat((before, here)))
 
-    def all_trees(self, places: list[tuple[int, int]], batch_tokens: int) -> None:
-        """Every token once, in rows of whole requests."""
+    def all_trees(self, places: list[tuple[int, int]], batch_tokens: int, always: bool) -> None:
+        """Every token once, in rows of whole requests, or of what follows their trunk."""
         requests = [self.at(place) for place in places]
-        for numbers in plan_trees(requests, batch_tokens):
-            tree = grow([requests[n] for n in numbers])
-            keep, found = torch.tensor(sum(tree.predicting, [])).unique(return_inverse=True)
-            logits = self.caller.tree(tree, keep)
-            sizes = [len(requests[n].targets) for n in numbers]
-            for n, rows in zip(numbers, found.split(sizes), strict=True):
-                self.put(places[n], logits[rows.to(logits.device)])
+        trunks = [(0, list(range(len(requests))))]
+        if self.caller.has_cache:
+            most, least = (0, 1) if always else (batch_tokens, TRUNK)
+            trunks = plan_trunks(requests, most, least=least)
+            batch_tokens = 1 if always else batch_tokens  # several rows after a trunk, to try it
+        for length, numbers in trunks:
+            trunk = None
+            if length:
+                ids = torch.tensor([requests[numbers[0]].inputs[:length]])
+                trunk = self.caller.begin(ids)[1], length
+            rests = [replace(requests[n], inputs=requests[n].inputs[length:]) for n in numbers]
+            for row in plan_trees(rests, batch_tokens):
+                self.tree([places[numbers[i]] for i in row], [rests[i] for i in row], trunk)
+
+    def tree(
+        self, places: list[tuple[int, int]], rests: list[Encoded], trunk: tuple[Any, int] | None
+    ) -> None:
+        tree = grow(rests)
+        keep, found = torch.tensor(sum(tree.predicting, [])).unique(return_inverse=True)
+        logits = self.caller.tree(tree, keep, trunk)
+        sizes = [len(rest.targets) for rest in rests]
+        for place, rows in zip(places, found.split(sizes), strict=True):
+            self.put(place, logits[rows.to(logits.device)])
 
     def put(self, place: tuple[int, int], logits: Tensor) -> None:
         """Score the request at `place` by logits [targets, V]."""

@@ -21,7 +21,7 @@ NUM_RESAMPLES = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What a model answered to the questions of one task."""
+    """Which choice a model took, question by question of one task."""
 
     log_likelihoods: list[np.ndarray]
     """float64 [choices] of every question."""
@@ -50,6 +50,36 @@ class Answers:
     def right(self, *, norm: bool = False) -> np.ndarray:
         """float64 [questions], 1 where the answer is right."""
         return np.equal(self.norm_picks if norm else self.picks, self.gold).astype(np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuations:
+    """How a model takes the one continuation of each text, as in LAMBADA."""
+
+    log_likelihoods: np.ndarray
+    """float64 [questions]."""
+    is_greedy: np.ndarray
+    """bool [questions], whether the model would have gone on so."""
+
+    @property
+    def picks(self) -> np.ndarray:
+        """int64 [questions], 1 where the model's own continuation is the text's."""
+        return self.is_greedy.astype(np.int64)
+
+    @property
+    def ties(self) -> list[int]:
+        """None: there is nothing to choose between."""
+        return []
+
+    def right(self, *, norm: bool = False) -> np.ndarray:
+        """float64 [questions], 1 where it is the text's. There is no norm of it."""
+        return self.is_greedy.astype(np.float64)
+
+    def perplexity(self) -> tuple[float, float | None]:
+        """exp of minus the mean log-likelihood of a continuation, all of its tokens together, as
+        lm-eval has it, and its standard error to first order; None for one question."""
+        n, value = len(self.log_likelihoods), float(np.exp(-self.log_likelihoods.mean()))
+        return value, value * float(self.log_likelihoods.std(ddof=1)) / n**0.5 if n > 1 else None
 
 
 def accuracy_with_error(right: np.ndarray) -> tuple[float, float | None]:
@@ -94,11 +124,14 @@ def _log_softmax(x: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum())
 
 
-def compare(reference: Answers, other: Answers, *, norm: bool) -> dict[str, Any]:
+def compare(
+    reference: Answers | Continuations, other: Answers | Continuations, *, norm: bool
+) -> dict[str, Any]:
     """`other` against `reference` on the same questions.
 
     Differences of acc (and acc_norm) with 95 % intervals; flips: answers that changed, those from
-    right to wrong and from wrong to right; the mean and 95th percentile of the divergence.
+    right to wrong and from wrong to right; the mean and 95th percentile of the divergence, in nats,
+    or of continuations the mean difference of the log-likelihood with its interval.
     """
     result: dict[str, Any] = {}
     for name in ("acc", "acc_norm") if norm else ("acc",):
@@ -109,9 +142,15 @@ def compare(reference: Answers, other: Answers, *, norm: bool) -> dict[str, Any]
             "right_to_wrong": int((difference < 0).sum()),
             "wrong_to_right": int((difference > 0).sum()),
         }
-    divergences = choice_divergences(reference, other)
     result["flips"] = int((reference.picks != other.picks).sum())
-    result["num_questions"] = len(divergences)
-    result["kl_mean"] = float(divergences.mean())
-    result["kl_p95"] = float(np.percentile(divergences, 95))
+    result["num_questions"] = len(reference.picks)
+    if isinstance(reference, Answers) and isinstance(other, Answers):
+        divergences = choice_divergences(reference, other)
+        result["kl_mean"] = float(divergences.mean())
+        result["kl_p95"] = float(np.percentile(divergences, 95))
+    elif isinstance(reference, Continuations) and isinstance(other, Continuations):
+        nats = other.log_likelihoods - reference.log_likelihoods
+        result["log_likelihood"] = {
+            "difference": float(nats.mean()), "interval": list(bootstrap_interval([nats])),
+        }  # fmt: skip
     return result

@@ -37,7 +37,8 @@ def task_lines(summary: Mapping[str, Any]) -> list[list[str]]:
             size, chance = about.get("num_questions"), about.get("chance")
             lines.append([
                 name, "" if size is None else str(size),
-                "" if chance is None else f"{chance:.3f}", metric, *cells,
+                "" if chance is None or not metric.startswith("acc") else f"{chance:.3f}",
+                metric, *cells,
             ])  # fmt: skip
     if "average" in rows[0] and len(rows[0]["tasks"]) > 1:
         chance = sum(about["chance"] for about in known.values()) / len(known)
@@ -79,24 +80,26 @@ def comparison_lines(summary: Mapping[str, Any]) -> list[list[str]]:
                 continue
             metric = lead_metric(found) or ""
             cell = found.get(metric)
-            lines.append([
-                row["scheme"], name, metric,
-                "" if cell is None else f"{cell['difference']:+.3f}",
-                "" if cell is None else _interval(cell["interval"]),
-                *([f"{found['flips']} of {found['num_questions']}", f"{found['kl_mean']:.4f}",
-                   f"{found['kl_p95']:.4f}"] if "flips" in found else ["", "", ""]),
-            ])  # fmt: skip
+            changed = f"{found['flips']} of {found['num_questions']}" if "flips" in found else ""
+            spread = [f"{found[key]:.4f}" if key in found else "" for key in ("kl_mean", "kl_p95")]
+            lines.append([row["scheme"], name, metric, *_change(cell), changed, *spread])
+            if "log_likelihood" in found:
+                nats = _change(found["log_likelihood"])
+                lines.append([row["scheme"], name, "log-likelihood, nats", *nats, "", "", ""])
         if "average_difference" in row and len(row["tasks"]) > 1:
-            lines.append([row["scheme"], "average", "acc_norm or acc",
-                          f"{row['average_difference']:+.3f}", _interval(row["average_interval"]),
-                          "", "", ""])  # fmt: skip
+            cell = {"difference": row["average_difference"], "interval": row["average_interval"]}
+            lines.append([row["scheme"], "average", "acc_norm or acc", *_change(cell), "", "", ""])
     head = ["scheme", "task", "metric", "difference", "95 % interval", "answers changed",
             "KL mean", "KL 95 %"]  # fmt: skip
     return [head, *lines] if lines else []
 
 
-def _interval(pair: Sequence[float]) -> str:
-    return f"[{pair[0]:+.3f}, {pair[1]:+.3f}]"
+def _change(cell: Mapping[str, Any] | None) -> list[str]:
+    """A difference and its interval; blanks for none."""
+    if cell is None:
+        return ["", ""]
+    low, high = cell["interval"]
+    return [f"{cell['difference']:+.3f}", f"[{low:+.3f}, {high:+.3f}]"]
 
 
 def remarks(summary: Mapping[str, Any]) -> list[str]:

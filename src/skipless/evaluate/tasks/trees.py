@@ -2,7 +2,9 @@
 
 Requests form a tree: a node is a token, its ancestors are what was read before it, and that is all
 it may see. Laid out in one row with such a mask, neither a shared beginning is computed again nor
-is anything padded, and few passes are needed. Read by `scoring.py`.
+is anything padded, and few passes are needed. What more requests than a row holds begin with, such
+as the same solved examples, is a trunk: computed once, its keys and values are kept for many rows.
+Read by `scoring.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from skipless.evaluate.tasks.planning import PASS_TOKENS
 QUADRATIC = 1000
 """A row of n tokens costs n (1 + n / QUADRATIC), since attention computes what the mask hides too.
 Tuned on SmolLM2-135M and HellaSwag, whose time is flat from 700 to 1500."""
+
+TRUNK = 128
+"""The fewest tokens that are worth a pass of their own before the rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +82,39 @@ def plan_trees(requests: Sequence[Encoded], most: int) -> list[list[int]]:
             size = len(inputs)
         before = inputs
     return trees
+
+
+def plan_trunks(
+    requests: Sequence[Encoded], most: int, *, least: int = TRUNK
+) -> list[tuple[int, list[int]]]:
+    """(tokens of the trunk, 0 for none, numbers of the requests that have it), each request once.
+
+    Requests that share `least` tokens have a trunk where one row of `most` tokens does not hold
+    them all. It ends before anything is predicted.
+    """
+    found: list[tuple[int, list[int]]] = [(0, [])]
+
+    def close() -> None:
+        if len(run) > 1 and size > most:
+            found.append((length, run))
+        else:
+            found[0][1].extend(run)
+
+    run: list[int] = []
+    length = size = 0
+    for number in sorted(range(len(requests)), key=lambda n: requests[n].inputs):
+        inputs = requests[number].inputs
+        before_targets = len(inputs) - len(requests[number].targets)
+        shared = common_length(requests[run[-1]].inputs, inputs) if run else 0
+        if run and min(length, shared, before_targets) >= least:
+            run.append(number)
+            length = min(length, shared, before_targets)
+            size += len(inputs) - shared
+        else:
+            close()
+            run, length, size = [number], before_targets, len(inputs)
+    close()
+    return [(length, numbers) for length, numbers in found if numbers]
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
