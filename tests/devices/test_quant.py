@@ -1,7 +1,9 @@
 """Quantisation on an accelerator that is not there: values of the CPU, codes where they belong."""
 
 import copy
+import inspect
 
+import pretend_device
 import pytest
 import torch
 from pretend_device import pretend
@@ -118,6 +120,46 @@ def test_methods(kind, method):
         torch.testing.assert_close(exact, before, rtol=1e-3, atol=1e-3)
         restore(own)
         assert torch.equal(logits(own, IDS.to(kind)), before)
+
+
+@pytest.mark.parametrize(
+    "method", ["smooth", "stream+hadamard", "rotation:learned,steps=1", "outliers:10%"]
+)
+def test_a_model_that_moved_takes_nothing_along_with_every_pass(method, monkeypatch):
+    own, uploads = model(), []
+    relabel = pretend_device._relabel
+
+    def watched(x, label):
+        caller = next(f for f in inspect.stack() if "/skipless/" in f.filename)
+        if label is not None and "/quant/" in caller.filename:
+            uploads.append(caller.filename)
+        return relabel(x, label)
+
+    quantize(own, "W4A8", "block", method=method, calibration=[IDS])
+    with pretend("cuda"):
+        own.to("cuda")
+        ids = IDS.to("cuda")
+        first = logits(own, ids)
+        monkeypatch.setattr(pretend_device, "_relabel", watched)
+        assert torch.equal(logits(own, ids), first)
+    assert not uploads
+
+
+def test_learned_clips_stay_the_optimiser_s_when_the_model_moves():
+    own = model().train()
+    training = train_quantized(own, "W4A4 from=0", learned_clips=True, calibration=[IDS])
+    before = training.state_dict()
+    optimizer = torch.optim.SGD(training.clips, lr=0.1)
+    with pretend("cuda"):
+        own.to("cuda")
+        for _ in range(2):
+            optimizer.zero_grad()
+            own(IDS.to("cuda"), labels=IDS.to("cuda")).loss.backward()
+            optimizer.step()
+    after = training.state_dict()
+    assert all(float((after[name] - clip).abs().max()) > 0 for name, clip in before.items())
+    clips = {id(clip) for clip in training.clips}
+    assert all(id(site.clip) in clips for site in training.sites)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])

@@ -29,7 +29,7 @@ from skipless.errors import UserError
 from skipless.quant.convolutions import by_example
 from skipless.quant.fake import simulate
 from skipless.quant.observers import RangeObserver
-from skipless.quant.replacing import replace_first, replace_input
+from skipless.quant.replacing import moved, replace_first, replace_input
 from skipless.quant.targets import ActivationTarget
 from skipless.scheme import Scheme
 from skipless.sites import Site
@@ -216,9 +216,9 @@ class ActivationQuantizer:
         if state.mode == "quantize" and (known := state.remembered(x, self._key)) is not None:
             return known
         if isinstance(self.clip, tuple):  # a range from calibration follows the model's device
-            self.clip = tuple(end.to(x.device) for end in self.clip)
-        elif isinstance(self.clip, Tensor) and self.clip.device != x.device:
-            self.clip = self.clip.to(x.device)
+            self.clip = tuple(moved(end, x) for end in self.clip)
+        elif isinstance(self.clip, Tensor) and not self.clip.requires_grad:
+            self.clip = moved(self.clip, x)
         rest = self._rest(x) if self._dims is None else by_example(x, self._dims)
         result, scale = simulate(rest, self.bits, self.granularity, self.symmetric, self.clip)
         result = result.reshape(x.shape)
@@ -237,7 +237,7 @@ class ActivationQuantizer:
         """`x` without the channels that are left alone."""
         if self.columns is None:
             return x
-        self.columns = self.columns.to(x.device)
+        self.columns = moved(self.columns, x)
         rest = x.clone()
         rest[..., self.columns] = 0
         return rest

@@ -136,7 +136,8 @@ def quantizer(
         largest = 2 ** (bits - 1) - 1
         # |x| <= absmax, so x / s rounds to at most `largest`: the clamp can be saved.
         bounded = isinstance(clip, str) and clip == "absmax"
-        return given.to(x.dtype).clamp_min(tiny * largest) / largest, (-largest, largest), bounded
+        given = given.to(x.device, x.dtype)  # a learned range stays where the optimiser has it
+        return given.clamp_min(tiny * largest) / largest, (-largest, largest), bounded
     if not isinstance(given, tuple):
         raise UserError(f"clip is {given!r}; an asymmetric range is a pair of tensors (low, high)")
     low, high = (torch.as_tensor(end, dtype=x.dtype, device=x.device) for end in given)

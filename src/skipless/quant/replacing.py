@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -36,3 +37,12 @@ def replace_input(
     floating-point tensor through `function`; None where there is none."""
     replaced, found = replace_first((args, kwargs), function)
     return replaced if found else None
+
+
+def moved(tensor: Tensor, x: Tensor) -> Tensor:
+    """`tensor` on the device of `x`, to be kept there: no pass needs it from elsewhere again, and
+    one that was in inference mode leaves nothing that gradients could not pass."""
+    if tensor.device == x.device:
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.to(x.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from skipless.compiled import uncompiled
 from skipless.errors import UserError
-from skipless.quant.replacing import replace_input
+from skipless.quant.replacing import moved, replace_input
 
 
 class Changes:
@@ -40,9 +40,9 @@ class Changes:
         parameter.data = value.contiguous()
 
     def undo(self) -> None:
-        """Every original tensor back in its place."""
+        """Every original tensor back in its place, in what the model was cast to meanwhile."""
         for parameter, original in self.originals:
-            parameter.data = original.to(parameter.device)
+            parameter.data = original.to(parameter.device, parameter.dtype)
         self.originals.clear()
 
 
@@ -53,7 +53,8 @@ class Divide:
         self.factors = factors
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x / self.factors.to(x.device, x.dtype)
+        self.factors = moved(self.factors, x)
+        return x / self.factors.to(x.dtype)
 
 
 class InputChange:

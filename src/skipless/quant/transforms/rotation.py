@@ -14,10 +14,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from skipless.quant.replacing import moved
+
 _SEEDS = {12: ("one", 11), 20: ("one", 19), 28: ("two", 13), 36: ("two", 17)}
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # what is kept may meet gradients later
 def rotation(width: int) -> Tensor:
     """An orthogonal matrix [width, width], float32; the same one each time."""
     generator = torch.Generator().manual_seed(width)
@@ -42,9 +45,14 @@ class Rotate:
 
     def __init__(self, width: int, *, inverse: bool = False) -> None:
         self.width, self.inverse = width, inverse
+        self._held: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        signs, outer, inner = (t.to(x.device) for t in _factors(self.width, x.dtype))
+        held = self._held
+        if held is None or (held[0].device, held[0].dtype) != (x.device, x.dtype):
+            signs, outer, inner = _factors(self.width, x.dtype)
+            self._held = held = moved(signs, x), moved(outer, x), moved(inner, x)
+        signs, outer, inner = held
         if self.inverse:
             turned = (outer @ (x.unflatten(-1, (outer.shape[0], -1)) @ inner.T)).flatten(-2)
             return turned * signs
@@ -53,6 +61,7 @@ class Rotate:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)
 def _factors(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Signs [width], outer [P, P] and inner [m, m] with R = diag(signs) (outer kron inner)."""
     if hadamard(width) is None and width & -width < 16:  # one random orthogonal matrix

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from skipless.quant.calibrate import run_batch
 from skipless.quant.fake import fake_quantize
+from skipless.quant.replacing import moved
 from skipless.quant.transforms.changes import InputChange
 from skipless.quant.transforms.orthogonal import Orthogonal, turn_columns
 from skipless.quant.transforms.session import Session, wide
@@ -137,7 +138,9 @@ class Dense:
         self.matrix = matrix
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x @ self.matrix.to(x.device, x.dtype)
+        if self.matrix.device != x.device:
+            self.matrix = moved(self.matrix.to(x.dtype), x)  # MPS has no float64
+        return x @ self.matrix.to(x.dtype)
 
 
 @contextmanager
