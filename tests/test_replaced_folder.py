@@ -8,10 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from skipless import outputs
+from skipless import files
 from skipless.errors import UserError
 from skipless.outputs import replaced_folder, set_aside
 
@@ -40,7 +38,7 @@ def cannot(first, second) -> bool:
 @pytest.fixture(params=["exchange", "two renames"])
 def way(request, monkeypatch):
     if request.param == "two renames":
-        monkeypatch.setattr(outputs, "_exchange", cannot)
+        monkeypatch.setattr(files, "_exchange", cannot)
     return request.param
 
 
@@ -60,6 +58,9 @@ def test_new_replaced_filled_and_linked(way, tmp_path):
 
 def test_others_may_read_what_they_may_read_of_any_new_file(way, tmp_path):
     """safetensors writes files that only their owner reads."""
+    import torch  # here, so that the processes that are killed need not load it
+    from safetensors.torch import save_file
+
     before = os.umask(0o027)
     try:
         with replaced_folder(tmp_path / "a") as made:
@@ -103,7 +104,7 @@ def test_what_fails_leaves_the_old_one(way, tmp_path, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from skipless import outputs
+from skipless import files
 from tests.test_replaced_folder import cannot, write
 path, way, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 left = [at]
@@ -114,9 +115,9 @@ def dying(call):
         left[0] -= 1
         return call(*arguments, **options)
     return run
-outputs._exchange = dying(outputs._exchange) if way == "exchange" else cannot
+files._exchange = dying(files._exchange) if way == "exchange" else cannot
 os.rename, os.fsync = dying(os.rename), dying(os.fsync)
-outputs.shutil.rmtree = dying(outputs.shutil.rmtree)
+files.shutil.rmtree = dying(files.shutil.rmtree)
 write(path, "two")
 """
 
@@ -154,7 +155,7 @@ def test_writers_and_a_reader_at_once(tmp_path):
     """With one step there is no moment without a whole folder."""
     path = tmp_path / "a"
     write(path, "zero")
-    if not outputs._exchange(path, path):
+    if not files._exchange(path, path):
         pytest.skip("this disk cannot exchange names")
     wrong: list[str] = []
 

@@ -176,17 +176,35 @@ def test_directories_are_replaced_as_a_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="links of POSIX")
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_takes_the_place_of_a_link_and_leaves_what_it_led_to(
+    tmp_path, monkeypatch, exchanges
+):
+    if not exchanges:
+        monkeypatch.setattr("skipless.files._exchange", lambda first, second: False)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "one").write_text("one")
+    (tmp_path / "d").symlink_to("far")
+    with atomic_path(tmp_path / "d") as temporary:
+        temporary.mkdir()
+        (temporary / "two").write_text("two")
+    assert not (tmp_path / "d").is_symlink() and (tmp_path / "d" / "two").exists()
+    assert sorted(os.listdir(tmp_path)) == ["d", "far"] and (tmp_path / "far" / "one").exists()
+
+
 def test_a_folder_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "one").write_text("one")
-    replace = os.replace
+    rename = os.rename
 
     def refuse(source, target):
         if str(source).endswith(".tmp"):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        replace(source, target)
+        rename(source, target)
 
-    monkeypatch.setattr("skipless.files.os.replace", refuse)
+    monkeypatch.setattr("skipless.files._exchange", lambda first, second: False)
+    monkeypatch.setattr("skipless.files.os.rename", refuse)
     with (
         pytest.raises(UserError, match="Permission denied; what was there before is untouched"),
         atomic_path(tmp_path / "d") as temporary,

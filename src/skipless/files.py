@@ -5,6 +5,8 @@ refuses is told in a sentence. No torch here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import json
 import math
 import os
@@ -21,6 +23,7 @@ __all__ = [
     "disk_error",
     "make_directory",
     "remove",
+    "take_place",
     "to_strict_json",
     "write_atomic",
 ]
@@ -39,7 +42,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         if temporary.is_dir() and path.is_dir():
-            _replace_folder(path, temporary)
+            take_place(temporary, path)
+            with contextlib.suppress(OSError):
+                remove(temporary)  # the old one, where the two were exchanged
         else:
             os.replace(temporary, path)
     except BaseException as error:
@@ -50,17 +55,52 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def _replace_folder(path: Path, made: Path) -> None:
-    """Put the folder `made` where the folder `path` is; a failure between the two renames is
-    undone."""
-    old = made.with_suffix(".old")
-    os.replace(path, old)
+def take_place(made: Path, target: Path) -> None:
+    """Give the folder `made` the name `target`; one that is there gets the name `made`, in one step
+    where the system can exchange names, or is removed.
+
+    Raises OSError; `target` then is what it was.
+    """
+    for _ in range(5):  # another process may make or take away the target at any time
+        try:
+            if not os.path.lexists(target):
+                os.rename(made, target)
+                return
+            if _exchange(made, target):
+                return
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.old")
+    os.rename(target, old)
     try:
-        os.replace(made, path)
+        os.rename(made, target)
     except BaseException:
-        os.replace(old, path)
+        os.rename(old, target)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(old)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step; False where system or disk cannot."""
+    if os.name == "nt":
+        return False
+    library = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(first), os.fsencode(second)
+    if hasattr(library, "renameat2"):  # Linux: both relative to the working directory (-100)
+        failed = library.renameat2(-100, names[0], -100, names[1], 2)
+    elif hasattr(library, "renamex_np"):  # macOS
+        failed = library.renamex_np(*names, 2)
+    else:
+        return False
+    if not failed:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
+        return False
+    raise OSError(number, os.strerror(number))
 
 
 def make_directory(path: str | Path) -> Path:

@@ -14,8 +14,6 @@ called .NAME.XXXXXXXX.old beside (`set_aside`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import glob
 import os
 import shutil
@@ -28,6 +26,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from skipless.errors import UserError
+from skipless.files import take_place
 from skipless.locking import try_lock
 
 __all__ = ["free_folder", "replaced_folder", "set_aside", "staging_folder", "written_folder"]
@@ -76,7 +75,7 @@ def replaced_folder(
     process may have been there. Exceptions and errors as in `written_folder`.
     """
     check(Path(out))
-    with _written(Path(out), check, _take_place) as made:
+    with _written(Path(out), check, take_place) as made:
         yield made
 
 
@@ -156,52 +155,6 @@ def _flush(folder: Path) -> None:
                 file.chmod(stat.S_IMODE(file.stat().st_mode) | usual)
             with open(file, "rb") as opened:
                 os.fsync(opened.fileno())
-
-
-def _take_place(made: Path, target: Path) -> None:
-    """Give `made` the name `target`; a folder that is there gets the name `made`, or is removed.
-
-    Raises OSError; `target` then is what it was.
-    """
-    for _ in range(5):  # another process may make or take away the target at any time
-        try:
-            if not os.path.lexists(target):
-                os.rename(made, target)
-                return
-            if _exchange(made, target):
-                return
-            break
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    old = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.old")
-    os.rename(target, old)
-    try:
-        os.rename(made, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Exchange two names in one step; False where system or disk cannot."""
-    if os.name == "nt":
-        return False
-    library = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(first), os.fsencode(second)
-    if hasattr(library, "renameat2"):  # Linux: both relative to the working directory (-100)
-        failed = library.renameat2(-100, names[0], -100, names[1], 2)
-    elif hasattr(library, "renamex_np"):  # macOS
-        failed = library.renamex_np(*names, 2)
-    else:
-        return False
-    if not failed:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):
-        return False
-    raise OSError(number, os.strerror(number))
 
 
 def _fill(target: Path, made: Path) -> None:
