@@ -17,6 +17,7 @@ from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
 from skipless.errors import UserError
 from skipless.pretrained.beside import check_beside
 from skipless.pretrained.naming import find_model
+from skipless.pretrained.positions import num_positions
 from skipless.pretrained.quantised import refuse_packed
 from skipless.rundir import CHECKPOINTS, CONFIG
 
@@ -76,7 +77,7 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
         model = _load(source, transformers)
     return Subject(
         name=name, model=model.eval(), tokenizer=_tokenizer(source, transformers),
-        limit=_limit(model), source=source,
+        limit=num_positions(model), source=source,
     )  # fmt: skip
 
 
@@ -98,7 +99,7 @@ def load_packed(name: str) -> Subject:
     else:
         import transformers
 
-        tokenizer, limit = _tokenizer(name, transformers), _limit(model)
+        tokenizer, limit = _tokenizer(name, transformers), num_positions(model)
     return Subject(name=name, model=model, tokenizer=tokenizer, limit=limit, source=name)
 
 
@@ -199,18 +200,6 @@ def _tokenizer(source: str, transformers: Any) -> Any:
         return tokenizer
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):
         return None  # said where text is to be read
-
-
-def _limit(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for key in ("max_position_embeddings", "n_positions", "max_target_positions"):
-        value = getattr(text, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 class Decoder:

@@ -32,6 +32,7 @@ from skipless.evaluate.tasks.statistics import (
     bootstrap_interval,
     compare,
 )
+from skipless.pretrained.positions import num_positions
 from skipless.quant import Scheme, executed
 from skipless.quant.targets import find_targets
 
@@ -83,7 +84,7 @@ def score_tasks(
             raise UserError(f"{name} is {value!r}; a whole number of at least {least} was expected")
     parsed = parse_schemes(model, schemes, scope, calibration)
     calibration = None if calibration is None else list(calibration)
-    coder, num_fewshot = Coder(tokenizer, max_length or _limit(model)), num_fewshot or 0
+    coder, num_fewshot = Coder(tokenizer, max_length or num_positions(model)), num_fewshot or 0
     asked = [
         ask(task, coder, source=source, limit=limit, num_fewshot=num_fewshot) for task in wanted
     ]
@@ -141,15 +142,6 @@ def under(
     if scheme is None:
         return nullcontext()
     return executed(model, scheme, scope, calibration=calibration)
-
-
-def _limit(model: Any) -> int | None:
-    config = getattr(model, "config", None)
-    for key in ("max_position_embeddings", "n_positions", "n_ctx"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
 
 
 def _one_scheme(
