@@ -227,8 +227,12 @@ def test_logits_of_zero_and_logits_that_are_no_numbers(tmp_path):
         model.norm.weight.zero_()
     assert export_onnx(model, tmp_path / "zero.onnx").files["zero.onnx"].difference == 0
     with torch.no_grad():
+        model.norm.weight.fill_(3e38)
+    with pytest.raises(UserError, match="logits are not finite; check its weights"):
+        export_onnx(model, tmp_path / "inf.onnx")
+    with torch.no_grad():
         model.norm.weight.fill_(1)
         model.embed_tokens.weight[3, 0] = torch.nan
-    with pytest.raises(UserError, match="logits are not finite; check its weights"):
+    with pytest.raises(UserError, match=r"embed_tokens.weight is nan at \[3, 0\]"):
         export_onnx(model, tmp_path / "nan.onnx")
     assert not (tmp_path / "nan.onnx").exists()

@@ -114,9 +114,11 @@ def _loss(
             "on, or --tasks"
         )
     else:
-        loaded = open_run(model)
+        loaded = open_run(model, tokens)
         from skipless.measure import evaluate_run
+        from skipless.surgery.checking import check_finite
 
+        check_finite(loaded.model, model)
         result = evaluate_run(loaded, num_tokens=tokens)
     print_json(result) if json else print(evaluation_line(result))
 
@@ -124,8 +126,10 @@ def _loss(
 def _subject(name: str) -> Any:
     """The model that is asked. Raises UserError for a classifier, and without a tokenizer."""
     from skipless.diagnose.loading import load_subject
+    from skipless.surgery.checking import check_finite
 
     subject = load_subject(name)
+    check_finite(subject.model, name)
     if subject.run is not None and subject.run.config.model.num_labels is not None:
         raise UserError(f"{name} is a classifier; tasks ask a language model")
     if subject.tokenizer is None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipless.cli.arguments import tell_fewer
 from skipless.cli.material import Material
 from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
@@ -75,6 +76,9 @@ def read_halves(
             "they are measured on; give more" + (" text" if what == "sequence" else "")
         )
     half = (len(rows) + 1) // 2 if len(rows) > 1 else 0
+    if not material.is_media:
+        length = rows[0].shape[1]
+        tell_fewer(material.num_tokens, (len(rows) - half) * length, length)
     return subject.model, _together(rows[:half]) if half else [], _together(rows[half:])
 
 
@@ -138,6 +142,8 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
     A folder that `skipless export` packed is measured as it is, on the same tokens as the run that
     it was made from. Raises UserError for a model that predicts no tokens.
     """
+    import torch
+
     from skipless.pretrained.quantised import is_packed
 
     if not Path(text).exists():
@@ -145,13 +151,17 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
     from skipless.diagnose.loading import load_packed, load_subject
     from skipless.diagnose.texts import read_batches
     from skipless.evaluate import loss
+    from skipless.surgery.checking import check_finite
 
     subject = load_packed(name) if is_packed(Path(name)) else load_subject(name)
+    check_finite(subject.model, name)
     if subject.run is not None and subject.run.config.model.num_labels is not None:
         raise UserError(
             f"{name} is a classifier, measured on labelled passages of its own; leave out --text"
         )
     batches = read_batches(subject, text, None, num_tokens or 8192, None).batches
+    ids = [batch[0] if isinstance(batch, tuple) else batch for batch in batches]
+    tell_fewer(num_tokens, sum(map(torch.numel, ids)), ids[0].shape[1])
     report = loss(subject.model, batches)
     return {
         "held_out_loss": report.nats, "perplexity": report.perplexity,

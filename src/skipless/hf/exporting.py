@@ -31,6 +31,7 @@ from skipless.hf.converting import from_transformer
 from skipless.hf.remote import write_remote_code
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
+from skipless.surgery.checking import check_finite
 from skipless.surgery.slimming.opening import holds_run
 from skipless.surgery.sources import find_folder
 from skipless.train import LoadedRun, load_run
@@ -83,6 +84,7 @@ def export_model(
 
 def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> ExportedModel:
     """Write a run that is open; as `export_model`."""
+    check_finite(run.model, str(run.path))
     more: dict[str, Any] = {}
     if run.config.model.num_labels is not None:
         names = [Path(source).stem for source in run.config.data.sources]

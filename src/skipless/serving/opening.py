@@ -24,6 +24,7 @@ from skipless.model import Transformer
 from skipless.pretrained.quantised import is_packed
 from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
 from skipless.serving.stepping import ForeignSteps, OwnSteps
+from skipless.surgery.checking import check_finite
 
 
 @dataclass(kw_only=True)
@@ -120,6 +121,7 @@ def open_writer(
     else:
         writer, batches = _open_plain(name, parsed)
     model = writer.model
+    check_finite(model, name)
     is_ours = isinstance(model, Transformer)
     if is_ours:
         _check_ours(name, model)

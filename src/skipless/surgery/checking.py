@@ -39,9 +39,13 @@ def check_model(model: Any, *, wrapped: bool = False) -> None:
 def check_finite(model: nn.Module, where: str = "") -> None:
     """Raise UserError for a weight that is NaN or infinite, with its name and its first such entry.
 
-    `where` is what the sentence calls the model: its folder, or else its class.
+    torch's attention on a CPU can turn a NaN in a query into plain numbers, so that logits do not
+    always show one. `where` is what the sentence calls the model: its folder, or else its class.
+    Weights on the device meta are passed over.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         broken = ~parameter.detach().isfinite()
         if bool(broken.any()):
             index, *more = broken.nonzero().tolist()

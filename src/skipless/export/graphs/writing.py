@@ -20,6 +20,7 @@ from skipless.export.places import free_file, written_file
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
 from skipless.quant import evaluation_mode, quantization
+from skipless.surgery.checking import check_finite
 
 PLAIN, CACHED = "model.onnx", "model_cached.onnx"
 
@@ -62,6 +63,7 @@ def export_onnx(
             f"an ONNX file is made of our Transformer, not of {type(model).__name__}; for a model "
             "of transformers use its own exporter (optimum)"
         )
+    check_finite(model, "the model")
     ids = sample_ids(model) if ids is None else ids.cpu()
     if Path(out).suffix == ".onnx":
         path = free_file(out, ".onnx")
