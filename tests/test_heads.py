@@ -68,7 +68,7 @@ def test_describe_names_what_stays_and_claims_nothing_else():
     model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.Flatten(), nn.Linear(8, 6), nn.ReLU())
     quantize(model, "W8A8")
     assert quantization(model).describe() == (
-        "W8A8 in scope linear: 1 weights, 1 activation sites; in full precision: convolution 0"
+        "W8A8 in scope linear: 1 weight, 1 activation site; in full precision: convolution 0"
     )
     model = quantize(Own("out"), "W8A8", include_head=True)
     assert quantization(model).describe().endswith("sites; every matrix quantised")

@@ -13,7 +13,7 @@ from pathlib import Path
 from skipless import recipes
 from skipless.config import RunConfig
 from skipless.demo import prepare_data
-from skipless.errors import UserError, check_choice
+from skipless.errors import UserError, check_choice, counted
 from skipless.jsonable import override
 from skipless.log import say
 from skipless.recipes.connections import (
@@ -70,7 +70,7 @@ def compare_connections(
                 arguments.append("--measure")  # accuracy; little work for a classifier
             rows.append(Row(name, directory, config.train.num_steps, tuple(arguments)))
             configs[config.data, config.model.vocab_size] = config
-    say(f"{len(rows)} runs to train in {base}")
+    say(f"{counted(len(rows), 'run')} to train in {base}")
     rows = _with_text(rows, configs)
     if rows:
         train_rows(rows, jobs)

@@ -32,6 +32,11 @@ def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
     return value
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 scheme", "2 schemes", "1,024 tokens"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """What an exception of another library says, in one line; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

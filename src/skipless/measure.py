@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.rundir import RunDir
 from skipless.train import LoadedRun, measure_sites
 
@@ -35,7 +35,8 @@ def _or(num_tokens: int | None, default: int) -> int:
     return default if num_tokens is None else num_tokens
 
 
-def _quantize_tokens(run: LoadedRun) -> int:
+def quantize_tokens(run: LoadedRun) -> int:
+    """Tokens of the run's own table of schemes."""
     settings = run.config.evaluate
     return _or(settings.quantize_tokens, settings.num_tokens)
 
@@ -61,7 +62,7 @@ def measured_from(run: LoadedRun) -> dict[str, dict[str, Any]]:
         "samples.json": {
             "step": run.step, "prompt": settings.prompt, "sample_tokens": settings.sample_tokens
         },
-        "quant.json": {"step": run.step, "num_tokens": _quantize_tokens(run)},
+        "quant.json": {"step": run.step, "num_tokens": quantize_tokens(run)},
         "probe.json": {
             "step": run.step, "num_tokens": probe.final_tokens, "stats": list(probe.stats)
         },
@@ -137,11 +138,11 @@ def quantize_run(
     closer = _lowest(parsed) if schemes else Scheme.parse(settings.error_scheme)
     parsed = [scheme.with_overrides(overrides) for scheme in parsed]
     closer = closer.with_overrides(overrides)
-    num_tokens = _or(num_tokens, _quantize_tokens(run))
+    num_tokens = _or(num_tokens, quantize_tokens(run))
     batches = held_out_batches(run, num_tokens)
     is_static = any(scheme.needs_calibration for scheme in (*parsed, closer))
     calibration = calibration_batches(run) if is_static or methods else None
-    say(f"{len(parsed)} schemes in scopes {', '.join(chosen_scopes)}")
+    say(f"{counted(len(parsed), 'scheme')} in scope {', '.join(chosen_scopes)}")
     table = precision_table(run.model, batches, parsed, chosen_scopes, calibration=calibration)
     few = batches[: max(1, len(batches) // 4)]
     scope = "block" if "block" in chosen_scopes else chosen_scopes[0]
@@ -225,8 +226,8 @@ def _keep_table(run: LoadedRun, result: dict[str, Any], say: Say) -> None:
     else:
         if old.get("rows"):
             say(
-                f"quant.json is written anew: its {len(old['rows'])} rows were of other weights or "
-                "of another number of tokens"
+                f"quant.json is written anew: its {counted(len(old['rows']), 'row')} came of other "
+                "weights or another number of tokens"
             )
         directory.write_json("quant.json", result)
 

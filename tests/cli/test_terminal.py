@@ -33,6 +33,7 @@ def test_what_is_no_number_of_tokens(text):
         (["quantize", "no/such/run"], "not a run directory"),
         (["quantize", "RUN", "--schemes", "W8A8", "W4"], "W4Afp"),
         (["quantize", "RUN", "--schemes", "w4a8"], "did you mean 'W4A8'?"),
+        (["quantize", "RUN", "--schemes", "W8A8,W4"], "'W4' does not say"),
         (["quantize", "RUN", "--schemes", "W8A8", "W4A8-w:g48"], "use g32"),
         (["quantize", "RUN", "--num-tokens", "many"], "--num-tokens is 'many'"),
     ],
@@ -83,6 +84,26 @@ def test_one_sequence_has_no_error_and_eval_says_so(copy_run, tmp_path, capsys):
     assert "±" not in out and "of one sequence, too few for a standard error" in out
     assert main(["eval", path, "--num-tokens", "64"]) == 0
     assert "±" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["eval", "probe", "quantize", "suggest"])
+def test_a_text_of_fewer_tokens_than_asked_for_says_so(copy_run, tmp_path, capsys, command):
+    path = str(copy_run(tmp_path / "run"))
+    words = {
+        "quantize": ["quantize", path, "--schemes", "W8A8,W4A8", "--scopes", "linear"],
+        "suggest": ["quantize", path, "--suggest", "W8A8", "W8A16", "--max-increase", "9"],
+    }.get(command, [command, path])
+    assert main([*words, "--num-tokens", "1e7"]) == 0
+    shown = capsys.readouterr()
+    assert "--num-tokens asks for 10,000,000 and the text has" in shown.err
+    assert "in sequences of 16: measured on these" in shown.err
+    if command == "quantize":
+        assert "2 schemes in scope linear" in shown.err
+        assert [line.split()[:2] for line in shown.out.splitlines()[1:3]] == [
+            ["W8A8", "linear"], ["W4A8", "linear"]
+        ]  # fmt: skip
+    assert main([*words, "--num-tokens", "64"]) == 0
+    assert "--num-tokens" not in capsys.readouterr().err
 
 
 def test_what_is_not_known_is_left_out_or_dashed():

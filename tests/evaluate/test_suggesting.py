@@ -137,15 +137,28 @@ def test_mistakes(fragile, texts, low, high, options, says):
     assert quantization(fragile) is None
 
 
-def test_the_command_prints_a_scheme_that_can_be_pasted(tiny_run, capsys):
+def test_the_command_prints_a_scheme_that_can_be_pasted(copy_run, tmp_path, capsys):
     import json
+    import shlex
 
     from skipless.cli import main
 
+    tiny_run = copy_run(tmp_path / "run")  # measuring writes into it
     words = ["quantize", str(tiny_run), "--suggest", "W2A8", "W8A8", "--max-bits", "5"]
     assert main([*words, "--num-tokens", "256", "--json"]) in (0, None)
     found = json.loads(capsys.readouterr().out)
     assert found["weight_bits"] <= 5 and found["scheme"].startswith("W2A8")
+    assert (found["scope"], found["method"]) == ("linear", "rtn")
+    assert main([*words[:2], "--suggest", "W2A8,W8A8", *words[5:], "--num-tokens", "256"]) == 0
+    shown = capsys.readouterr().out
+    assert "in scope linear; target met" in shown
+    line = next(line for line in shown.splitlines() if line.startswith("to try it: "))
+    typed = shlex.split(line.removeprefix("to try it: "))
+    assert typed[:3] == ["skipless", "quantize", str(tiny_run)]
+    assert main([*typed[1:], "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["scheme"], row["scope"]) for row in measured] == [(found["scheme"], "linear")]
+    assert measured[0]["loss"] == found["loss"]
     for more, says in (
         (["--schemes", "W8A8"], "--suggest takes no --schemes"),
         (["--scopes", "linear", "block"], "--scopes names 2"),

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import tyro
 
 from skipless.config import RunConfig, from_json
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.jsonable import giving, override, read_text
 from skipless.rundir import CHECKPOINTS, RunDir, continue_command
 from skipless.scheme import Scheme, check_groups
@@ -148,6 +148,25 @@ def whole_number(flag: str, text: str | None) -> int | None:
     except (ValueError, OverflowError):
         pass
     raise UserError(f"{flag} is {text!r}; expected a whole number of at least 1, such as 20_000")
+
+
+def split_schemes(words: Iterable[str]) -> tuple[str, ...]:
+    """Schemes, which spaces or commas part. Raises UserError for one that is none."""
+    names = tuple(name for word in words for name in word.split(",") if name)
+    for name in names:
+        Scheme.parse(name)
+    return names
+
+
+def tell_fewer(asked: int | None, found: int, length: int) -> None:
+    """Say on stderr that a text has fewer tokens than --num-tokens; `found` are whole sequences."""
+    if asked is not None and found + length <= asked:
+        from skipless.log import say
+
+        say(
+            f"--num-tokens asks for {asked:,} and the text has {counted(found, 'token')} in "
+            f"sequences of {length}: measured on these"
+        )
 
 
 def check_schemes(run: str, schemes: Iterable[str]) -> None:

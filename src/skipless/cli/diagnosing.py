@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skipless.cli.arguments import AsJson, Positional, Switch, option, whole_number
+from skipless.cli.arguments import AsJson, Positional, Switch, option, split_schemes, whole_number
 from skipless.cli.material import Material
 from skipless.cli.measuring_models import is_plain_model
 from skipless.cli.terminal import print_json
@@ -53,7 +53,7 @@ def diagnose(
         option("{linear,block,all}", default="block, linear for a model without blocks"),
     ] = None,
     num_tokens: Annotated[str, option("TOKENS")] = "8192",
-    layer_tokens: Annotated[str, option("TOKENS")] = "1024",
+    layer_tokens: Annotated[str | None, option("TOKENS", default="1024")] = None,
     sequence_length: Annotated[
         str | None, option("TOKENS", default="512, or what the model takes")
     ] = None,
@@ -99,14 +99,16 @@ def diagnose(
     if len(chosen) > 1:
         raise UserError(f"{chosen[0]} and {chosen[1]} are both given; keep one of them")
     for flag, given in (("--scope", scope), ("--measure", measure != "auto"),
-                        ("--no-layers", no_layers),
+                        ("--no-layers", no_layers), ("--layer-tokens", layer_tokens),
                         ("--layer-by-layer", layer_by_layer and against is None)):  # fmt: skip
         if chosen and given:
             raise UserError(f"{flag} belongs to one model alone; leave it out of {chosen[0]}")
     if gradients and chosen not in ([], ["--checkpoints"]):
         raise UserError(f"--gradients measures models by themselves; leave it out of {chosen[0]}")
-    names = _schemes(schemes)
-    few = whole_number("--layer-tokens", layer_tokens)
+    names = list(split_schemes(schemes))
+    if not names:
+        raise UserError("--schemes is empty; name one such as W8A8")
+    few = whole_number("--layer-tokens", layer_tokens or "1024")
     material = Material(
         text, data, images, audio, whole_number("--num-tokens", num_tokens),
         whole_number("--sequence-length", sequence_length),
@@ -132,19 +134,6 @@ def diagnose(
         options = {"scope": scope, "measure": measure, "layers": not no_layers,
                    "gradients": gradients}  # fmt: skip
         _alone(model, material, names, few, layer_by_layer, options, out, json)
-
-
-def _schemes(schemes: tuple[str, ...]) -> list[str]:
-    """The names, which commas may join. Raises UserError for none and for what is no scheme."""
-    from skipless.errors import UserError
-    from skipless.scheme import Scheme
-
-    names = [name for text in schemes for name in text.split(",") if name]
-    if not names:
-        raise UserError("--schemes is empty; name one such as W8A8")
-    for name in names:
-        Scheme.parse(name)
-    return names
 
 
 def _alone(
@@ -204,14 +193,8 @@ def _command(model: str, is_run: bool, material: Material, num_tokens: int | Non
     it reads its held-out text alone; None where there is none."""
     if is_run and not (Path(model) / "config.json").exists():  # a checkpoint of a run
         return None
-    named = [
-        *(["--data", material.data] if material.data else []),
-        *(["--text", material.text] if material.text else []),
-        *(["--images", *material.images] if material.images else []),
-        *(["--audio", *material.audio] if material.audio else []),
-    ]
     tokens = [] if num_tokens is None else ["--num-tokens", str(num_tokens)]
-    return shlex.join(["skipless", "quantize", model, *([] if is_run else named), *tokens])
+    return shlex.join(["skipless", "quantize", model, *([] if is_run else material.words), *tokens])
 
 
 def _show(result: Any, page: Path, json: bool) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skipless.cli.arguments import AsJson, Positional, check_out, option, whole_number
+from skipless.cli.arguments import (
+    AsJson,
+    Positional,
+    check_out,
+    option,
+    split_schemes,
+    whole_number,
+)
 from skipless.cli.measuring import OWN, open_run
 from skipless.cli.terminal import aligned, evaluation_line, print_json
 from skipless.errors import UserError
@@ -68,7 +75,7 @@ def eval_(
     if num_fewshot is not None and num_fewshot < 0:
         raise UserError(f"--num-fewshot is {num_fewshot}; expected 0 or more")
     options: dict[str, Any] = {
-        "schemes": [Scheme.parse(scheme) for scheme in schemes], "scope": scope, "source": source,
+        "schemes": [Scheme.parse(name) for name in split_schemes(schemes)], "scope": scope, "source": source,
         "limit": whole_number("--limit", limit), "num_fewshot": num_fewshot,
     }  # fmt: skip
     if text is not None and not Path(text).exists():

@@ -36,6 +36,16 @@ class Material(NamedTuple):
         """Whether it is images or sound."""
         return bool(self.images or self.audio)
 
+    @property
+    def words(self) -> list[str]:
+        """What is read, as it is typed."""
+        return [
+            *(["--data", self.data] if self.data else []),
+            *(["--text", self.text] if self.text else []),
+            *(["--images", *self.images] if self.images else []),
+            *(["--audio", *self.audio] if self.audio else []),
+        ]
+
     def check(self) -> None:
         """Raise UserError for options that exclude one another and for text that is not there."""
         if self.text is not None and not Path(self.text).exists():

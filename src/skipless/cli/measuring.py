@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skipless.cli.arguments import AsJson, Positional, Switch, check_schemes, option, whole_number
+from skipless.cli.arguments import (
+    AsJson,
+    Positional,
+    Switch,
+    check_schemes,
+    option,
+    split_schemes,
+    tell_fewer,
+    whole_number,
+)
 from skipless.cli.material import Material
 from skipless.cli.measuring_models import (
     is_plain_model,
@@ -39,7 +49,7 @@ def probe(run: Run, num_tokens: Tokens = None, json: AsJson = False) -> None:
     For example: skipless probe runs/mine --num-tokens 1e3
     """
     tokens = whole_number("--num-tokens", num_tokens)
-    loaded = open_run(run)
+    loaded = open_run(run, tokens)
     from skipless.measure import probe_run
 
     result = probe_run(loaded, num_tokens=tokens)
@@ -100,6 +110,7 @@ def quantize(
     """
     tokens = whole_number("--num-tokens", num_tokens)
     material = Material(text, data, images, audio, tokens)
+    schemes, suggest = split_schemes(schemes), split_schemes(suggest)
     if suggest:
         _refuse_beside_suggest(
             {"--schemes": schemes, "--override": override, "--by-layer": by_layer,
@@ -126,7 +137,7 @@ def quantize(
     refuse_beside_run(model, material)
     if include_convolutions:
         raise UserError(f"{model} is a run, whose model has no convolutions; leave the switch out")
-    loaded = open_run(model)
+    loaded = open_run(model, tokens)
     from skipless.log import say
     from skipless.measure import quantize_run
 
@@ -172,10 +183,11 @@ def _suggest(
     else:
         check_schemes(name, between)
         refuse_beside_run(name, material)
-        loaded = open_run(name)
-        from skipless.measure import calibration_batches, held_out_batches
+        loaded = open_run(name, material.num_tokens)
+        from skipless.measure import calibration_batches, held_out_batches, quantize_tokens
 
-        model, batches = loaded.model, held_out_batches(loaded, material.num_tokens)
+        model = loaded.model
+        batches = held_out_batches(loaded, material.num_tokens or quantize_tokens(loaded))
         calibration = calibration_batches(loaded) if needed else ()
     from skipless.evaluate import suggest_scheme
     from skipless.log import say
@@ -188,7 +200,12 @@ def _suggest(
             f"{step['layer']}: {step['increase']:+.4f} nats, {step['weight_bits']:.2f} bits"
         ),
     )  # fmt: skip
-    print_json(asdict(found)) if json else print(*suggestion_lines(found), sep="\n")
+    tokens = material.num_tokens
+    command = shlex.join([
+        "skipless", "quantize", name, *material.words,
+        *([] if tokens is None else ["--num-tokens", str(tokens)]),
+    ])  # fmt: skip
+    print_json(asdict(found)) if json else print(*suggestion_lines(found, command), sep="\n")
 
 
 def _is_model(name: str, material: Material) -> bool:
@@ -226,11 +243,17 @@ def report(
     print(f"{path}  (beside it {path.stem}.json and {figures} figures, {path.stem}-*.png)")
 
 
-def open_run(run: str) -> Any:
-    """The loaded run; a directory that is none is told before torch is imported."""
+def open_run(run: str, num_tokens: int | None = None) -> Any:
+    """The loaded run; a directory that is none is told before torch is imported, and a held-out
+    text of fewer than `num_tokens` afterwards."""
     from skipless.rundir import RunDir
 
     RunDir.open(run).config()  # torch takes its time to import, a mistake should not
+    from skipless.data.loader import count_windows
     from skipless.train import load_run
 
-    return load_run(run)
+    loaded = load_run(run)
+    if loaded.config.model.num_labels is None:
+        length = loaded.config.train.sequence_length
+        tell_fewer(num_tokens, count_windows(loaded.data.held_out, length) * length, length)
+    return loaded

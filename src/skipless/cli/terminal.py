@@ -121,14 +121,19 @@ def method_lines(found: dict[str, Any]) -> list[str]:
     return lines + (_layers(found["sensitivity"]) if "sensitivity" in found else [])
 
 
-def suggestion_lines(found: Any) -> list[str]:
-    """Of an `evaluate.Suggestion`: the scheme to paste, what it costs, why the search ended."""
+def suggestion_lines(found: Any, command: str) -> list[str]:
+    """Of an `evaluate.Suggestion`: the scheme, what it costs, why the search ended, and the line
+    that begins with `command` to measure it."""
+    from skipless.diagnose.result import paste_line
+
+    by = "" if found.method == "rtn" else f" by {found.method}"
     error = "" if found.standard_error is None else f" ± {found.standard_error:.4f}"
     return [
         found.scheme,
         f"loss {found.loss:.4f}, {found.increase:+.4f}{error} nats over full precision; "
         f"{found.weight_bits:.2f} bits a weight",
-        f"target {'' if found.met else 'not '}met: {found.reason}",
+        f"in scope {found.scope}{by}; target {'' if found.met else 'not '}met: {found.reason}",
+        f"to try it: {paste_line(command, found.scheme, found.scope, found.method)}",
     ]
 
 

@@ -23,7 +23,7 @@ from skipless.diagnose.parts import Parts, checksum
 from skipless.diagnose.running import GRADIENT_SEQUENCES, parse_schemes
 from skipless.diagnose.site_rows import Say, site_rows
 from skipless.diagnose.weights import check_finite
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.evaluate import sequence_losses
 from skipless.evaluate.losses import as_list
 from skipless.quant import Scheme, evaluation_mode
@@ -95,7 +95,8 @@ def _timeline(measured: list[dict[str, Any]], name: str, about: str) -> Timeline
     losses = [(row["step"], row["loss"]) for row in measured if row["loss"] is not None]
     rows = [{k: v for k, v in row.items() if k not in ("loss", "missing")} for row in measured]
     return make_timeline(
-        rows, name=name, about=f"{len(rows)} checkpoints measured on {about or 'the same batches'}",
+        rows, name=name,
+        about=f"{counted(len(rows), 'checkpoint')} measured on {about or 'the same batches'}",
         losses={"held_out_loss": losses} if losses else {},
         missing=list(dict.fromkeys(text for row in measured for text in row["missing"])),
     )  # fmt: skip

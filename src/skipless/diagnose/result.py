@@ -110,10 +110,7 @@ class Diagnosis:
         """A row of `alternatives` as a line for the shell; None where no such line does it."""
         if self.command is None:
             return None
-        scheme, *overrides = row["scheme"].split()
-        words = ["--schemes", scheme, "--scopes", row["scope"]]
-        words += ["--override", *overrides] if overrides else []
-        return f"{self.command} {shlex.join(words)}"
+        return paste_line(self.command, row["scheme"], row["scope"])
 
     def lines(self) -> list[str]:
         """At most ten lines, worst first."""
@@ -310,3 +307,12 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
+
+
+def paste_line(command: str, scheme: str, scope: str, method: str = "rtn") -> str:
+    """`command`, the start of a `skipless quantize` line, with a scheme that may be a mixed one."""
+    plain, *overrides = scheme.split()
+    words = ["--schemes", plain, "--scopes", scope]
+    words += ["--override", *overrides] if overrides else []
+    words += [] if method == "rtn" else ["--methods", method]
+    return f"{command} {shlex.join(words)}"

@@ -15,6 +15,7 @@ from skipless.diagnose.batches import check_batch
 from skipless.diagnose.collect import Collector, TensorRecord
 from skipless.diagnose.remedies import choose_remedy, try_remedies
 from skipless.diagnose.streaming import ensure_loaded
+from skipless.errors import counted
 from skipless.quant import Scheme, gaussian_sqnr
 from skipless.sites import is_linear, weight_of
 
@@ -45,7 +46,7 @@ def site_rows(
             collector.run(batch)
             say(f"batch {number + 1} measured")
     records = collector.finished()
-    say(f"{len(records)} tensors: anatomy{' and remedies' if remedies else ''}")
+    say(f"{counted(len(records), 'tensor')}: anatomy{' and remedies' if remedies else ''}")
     rows: list[dict[str, Any]] = []
     for record in records:
         numbers = _numbers(collector, record, tokenizer, target_db)

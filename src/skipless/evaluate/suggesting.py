@@ -46,6 +46,8 @@ class Suggestion:
     """Of the increase, paired by sequence."""
     weight_bits: float
     """Mean over the quantised weights."""
+    scope: str
+    method: str
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Layers in the order in which they were raised: layer, loss, increase, weight_bits."""
     num_measured: int = 0
@@ -93,8 +95,8 @@ def suggest_scheme(
         return Suggestion(
             scheme=str(scheme), met=met, reason=reason, loss=found.nats,
             full_precision=full.nats, increase=found.nats - full.nats,
-            standard_error=found.standard_error(full), weight_bits=bits, steps=steps,
-            num_measured=search.num_measured,
+            standard_error=found.standard_error(full), weight_bits=bits, scope=scope,
+            method=method, steps=steps, num_measured=search.num_measured,
         )  # fmt: skip
 
     steps: list[dict[str, Any]] = []

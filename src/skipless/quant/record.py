@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.heads import find_heads
 from skipless.quant.activations import ActivationQuantizer, ForwardState
 from skipless.quant.convolutions import is_convolution
@@ -69,9 +69,10 @@ class Quantization:
         shares = ", ".join(f"{number} at {text}" for text, number in of_format.items())
         mixed = f" ({shares})" if self.scheme.overrides else ""
         by = "" if self.method == "rtn" else f" by {self.method}"
+        weights, sites = len(self.weights), len(self.activations)
         return (
-            f"{self.scheme}{by} in scope {self.scope}: {len(self.weights)} weights{mixed}, "
-            f"{len(self.activations)} activation sites; "
+            f"{self.scheme}{by} in scope {self.scope}: {counted(weights, 'weight')}{mixed}, "
+            f"{counted(sites, 'activation site')}; "
             + ("in full precision: " + "; ".join(parts) if parts else "every matrix quantised")
             + "".join(f"; {note}" for note in self.notes)
         )

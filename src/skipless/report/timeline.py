@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.report.cells import show
 from skipless.report.load import number
 from skipless.rundir import CONFIG, RunDir
@@ -160,7 +160,8 @@ def read_timeline(path: str | Path) -> Timeline:
     traced = [
         row for row in metrics if row.get("gradient_norms") and isinstance(row.get("step"), int)
     ]
-    about = f"{len(rows)} measurements between steps {rows[0]['step']} and {rows[-1]['step']}"
+    about = counted(len(rows), "measurement")
+    about += f" between steps {rows[0]['step']} and {rows[-1]['step']}"
     return make_timeline(
         rows, name=str(path), about=f"{about} of {PROBES}", losses=_losses(metrics),
         more=[{"step": row["step"], "gradient_norms": row["gradient_norms"]} for row in traced],

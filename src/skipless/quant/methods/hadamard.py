@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from skipless.errors import counted
 from skipless.jsonable import Config
 from skipless.quant.transforms.rotation import Rotate, rotation
 from skipless.quant.transforms.session import Session, wide
@@ -53,7 +54,7 @@ class Hadamard(Config):
             rotate_online(session, group)
         rest = len(session.changeable) - fused
         session.notes.append(
-            f"hadamard: {fused} tensors rotated for free, {rest} when the model runs"
+            f"hadamard: {counted(fused, 'tensor')} rotated for free, {rest} when the model runs"
         )
 
 

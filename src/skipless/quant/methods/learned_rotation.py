@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.jsonable import Config, check_named
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
 from skipless.quant.calibrate import evaluation_mode, run_batch
@@ -86,7 +86,8 @@ class LearnedRotation(Config):
             if not self.offline and not done.intersection(group.names):
                 rotate_online(session, group)
                 online += 1
-        what = f"rotation: {plan.describe()}, {online} tensors by Hadamard when the model runs"
+        rest = counted(online, "tensor")
+        what = f"rotation: {plan.describe()}, {rest} by Hadamard when the model runs"
         plan.read(session)
         if plan.turns and self.steps:
             with _Learning(session, plan) as learning:

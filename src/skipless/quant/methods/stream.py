@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from skipless.errors import UserError
+from skipless.errors import UserError, counted
 from skipless.jsonable import Config
 from skipless.quant.calibrate import evaluation_mode, run_batch
 from skipless.quant.transforms.rotation import Rotate
@@ -69,5 +69,6 @@ class StreamRotation(Config):
             raise UserError(stream.refusal(model))
         session.forget()
         session.notes.append(
-            f"stream: rotated in {len(stream.blocks)} blocks, {len(stream.readers)} norms freed"
+            f"stream: rotated in {counted(len(stream.blocks), 'block')}, "
+            f"{counted(len(stream.readers), 'norm')} freed"
         )

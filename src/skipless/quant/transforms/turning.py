@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from skipless.errors import counted
 from skipless.quant.calibrate import run_batch
 from skipless.quant.fake import fake_quantize
 from skipless.quant.replacing import moved
@@ -71,7 +72,7 @@ class Plan:
 
     def describe(self) -> str:
         stream = "no stream" if self.stream is None else "the stream"
-        return f"{self.heads} values and {stream} learned"
+        return f"{counted(self.heads, 'value')} and {stream} learned"
 
     def read(self, session: Session) -> None:
         """Take the weights as they are now."""
