@@ -115,7 +115,7 @@ def test_a_settings_file_that_is_none(content, tmp_path, capsys):
 
 def test_a_better_loss_at_low_precision_is_shown_with_one_sign(monkeypatch, capsys):
     row = {"scheme": "W8A8", "scope": "linear", "loss": 1.0, "increase": -0.0147}
-    monkeypatch.setattr("skipless.cli.measuring.open_run", lambda run: run)
+    monkeypatch.setattr("skipless.cli.measuring.open_run", lambda run, tokens: run)
     monkeypatch.setattr(
         "skipless.measure.quantize_run", lambda run, **_: {"full_precision": 1.0147, "rows": [row]}
     )

@@ -75,7 +75,8 @@ def eval_(
     if num_fewshot is not None and num_fewshot < 0:
         raise UserError(f"--num-fewshot is {num_fewshot}; expected 0 or more")
     options: dict[str, Any] = {
-        "schemes": [Scheme.parse(name) for name in split_schemes(schemes)], "scope": scope, "source": source,
+        "schemes": [Scheme.parse(name) for name in split_schemes(schemes)],
+        "scope": scope, "source": source,
         "limit": whole_number("--limit", limit), "num_fewshot": num_fewshot,
     }  # fmt: skip
     if text is not None and not Path(text).exists():
