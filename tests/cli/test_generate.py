@@ -64,11 +64,23 @@ def test_several_prompts_and_stdin(tiny_run, cache, capsys, monkeypatch):
     assert code == 2 and "not UTF-8" in err
 
 
+def test_marks_and_line_ends_of_other_systems_are_no_text(
+    tiny_run, cache, capsys, monkeypatch, tmp_path
+):
+    written = b"\xef\xbb\xbfthe king\r\nsaid lord\r\n"
+    (tmp_path / "prompt.txt").write_bytes(written)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(written)))
+    words = ["--prompt", "-", "--file", tmp_path / "prompt.txt", "--max-new-tokens", "1", "--json"]
+    _, out, _ = run(capsys, tiny_run, *words)
+    assert [found["prompt"] for found in json.loads(out)["results"]] == ["the king\nsaid lord"] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", " \n"], "the prompt is empty"),
+        (["--prompt", "-", "-"], "- stands for stdin, which is read once"),
         (["--prompt", "king " * 60], "sees 32; shorten it"),
         (["--file", "missing.txt"], "cannot read missing.txt"),
         (["--prompt", "a", "--scheme", "W8"], "does not say what happens to activations"),

@@ -105,6 +105,8 @@ def _prompts(given: Sequence[str], files: Sequence[str]) -> list[str]:
         if sys.stdin is None or sys.stdin.isatty():
             raise UserError("there is no prompt; give --prompt TEXT, --file FILE or text on stdin")
         given = (STDIN,)
+    if given.count(STDIN) > 1:
+        raise UserError(f"{STDIN} stands for stdin, which is read once; give it once")
     prompts = []
     for text in given:
         if text == STDIN:
@@ -113,7 +115,7 @@ def _prompts(given: Sequence[str], files: Sequence[str]) -> list[str]:
             raise UserError("the prompt is empty; give at least one word")
         prompts.append(text)
     for name in files:
-        text = read_text(Path(name)).removesuffix("\n")
+        text = _bare(read_text(Path(name)))
         if not text.strip():
             raise UserError(f"{name} is empty; name a file with some text")
         prompts.append(text)
@@ -122,9 +124,15 @@ def _prompts(given: Sequence[str], files: Sequence[str]) -> list[str]:
 
 def _from_stdin() -> str:
     try:
-        return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+        text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"what stands on stdin is not UTF-8 text ({error})") from None
+    return _bare(text.replace("\r\n", "\n"))  # as a file is read
+
+
+def _bare(text: str) -> str:
+    """Without the mark that some editors begin a file with, and the end of the last line."""
+    return text.removeprefix("\ufeff").removesuffix("\n")
 
 
 def _write_all(writer: Any, prompts: list[str], settings: Any, json: bool) -> None:
