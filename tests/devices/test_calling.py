@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from device_models import llama, transformer
 from pretend_device import pretend
 
-from skipless.config import ConnectionConfig, InitConfig, ModelConfig
 from skipless.evaluate.tasks.encoding import Encoded
 from skipless.evaluate.tasks.scoring import score_requests
-from skipless.model import Transformer
 from skipless.quant import quantize
 from skipless.quant.saved import is_packed, resume, saved_form
 from skipless.serving.stepping import ForeignSteps, OwnSteps
@@ -16,27 +15,10 @@ IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(1))
 ROW = IDS[0].tolist()
 
 
-def ours(**changes) -> Transformer:
-    return Transformer(ModelConfig(**dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=40,
-        max_position_embeddings=16, init=InitConfig(std=0.2),
-        connection=ConnectionConfig(kind="learned"),
-    ) | changes)).eval()  # fmt: skip
-
-
-def llama():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        vocab_size=40, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )).eval()  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 @pytest.mark.parametrize("kv_bits", [None, 4, 8])
 def test_steps_of_our_models(kind, kv_bits):
-    model = ours()
+    model = transformer(max_position_embeddings=16)
     expected, found = OwnSteps(model, kv_bits, "token"), None
     with torch.no_grad():
         texts = [ROW + list(range(3, 3 + n)) for n in range(0, 10, 3)]  # the window slides
@@ -77,7 +59,7 @@ def request(context, targets):
 
 @pytest.mark.parametrize("name", ["ours", "llama", "rounded"])
 def test_scores(name):
-    model = llama() if name == "llama" else ours(max_position_embeddings=32)
+    model = llama() if name == "llama" else transformer()
     if name == "rounded":
         quantize(model, "W8A8-a:token")
     context = tuple(ROW)
@@ -95,10 +77,10 @@ def test_scores(name):
 
 @pytest.mark.parametrize("form", ["skipless", "int-quantized"])
 def test_packed_weights_that_were_read_onto_the_device(form):
-    own = quantize(ours(), "W8A8-w:channel")
+    own = quantize(transformer(max_position_embeddings=16), "W8A8-w:channel")
     tensors, settings = saved_form(own, form)
     with torch.no_grad(), pretend("cuda"):
-        model = ours().to("cuda")
+        model = transformer(max_position_embeddings=16).to("cuda")
         plain = {k: v for k, v in tensors.items() if not is_packed(k, settings)}
         model.load_state_dict(plain, strict=False)
         resume(model, {k: v.to("cuda") for k, v in tensors.items()}, settings)

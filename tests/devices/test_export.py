@@ -5,30 +5,22 @@ import copy
 import numpy as np
 import pytest
 import torch
+from device_models import llama, transformer
 from pretend_device import pretend
 
-from skipless.config import ConnectionConfig, ModelConfig
 from skipless.export import load_quantized, save_quantized
 from skipless.export.graphs.checking import _of_model
 from skipless.export.graphs.rounding import stored
 from skipless.export.llama.tensors import stored_tensors
-from skipless.model import Transformer
 from skipless.quant import quantization, quantize
 
 IDS = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def model() -> Transformer:
-    return Transformer(ModelConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
-        max_position_embeddings=32, connection=ConnectionConfig(kind="learned"),
-    )).eval()  # fmt: skip
-
-
 def test_packed_weights(tmp_path):
-    own = quantize(model(), "W4A8")
+    own = quantize(transformer(), "W4A8")
     with pretend("cuda"):
-        moved = quantize(model().to("cuda"), "W4A8")
+        moved = quantize(transformer().to("cuda"), "W4A8")
         save_quantized(moved, tmp_path / "moved")
     save_quantized(own, tmp_path / "own")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("own", "moved")]
@@ -38,7 +30,7 @@ def test_packed_weights(tmp_path):
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W8A8-asym"])
 def test_codes_and_checks_of_a_graph(scheme):
-    own = quantize(model(), scheme)
+    own = quantize(transformer(), scheme)
     twin = copy.deepcopy(own)
     ones = torch.ones_like(IDS)
     with torch.no_grad(), pretend("cuda"):
@@ -52,12 +44,7 @@ def test_codes_and_checks_of_a_graph(scheme):
 
 
 def test_tensors_of_a_llama():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    own = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        vocab_size=40, max_position_embeddings=32,
-    ))  # fmt: skip
+    own = llama(num_hidden_layers=1)
     quantize(own, "W8Afp-w:g32")
     expected = stored_tensors(own, "f32")
     with pretend("cuda"):

@@ -1,15 +1,16 @@
 """The decoder on an accelerator that is not there: every part, against the same on the CPU."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+from device_models import transformer
 from pretend_device import pretend
 
 from skipless.config import (
     ConnectionConfig,
     InitConfig,
-    ModelConfig,
     TemperatureConfig,
     UniversalConfig,
 )
@@ -26,11 +27,10 @@ CAUSAL = ("mean", "diagonal", "cholesky", "bures")
 IDS = torch.randint(0, 40, (2, 22), generator=torch.Generator().manual_seed(0))
 
 
-def small(**settings) -> Transformer:
-    return Transformer(ModelConfig(**dict(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=40,
-        max_position_embeddings=64, init=InitConfig(std=0.3),
-    ) | settings))  # fmt: skip
+small = partial(
+    transformer, "residual", hidden_size=16, num_attention_heads=2, vocab_size=40,
+    max_position_embeddings=64, init=InitConfig(std=0.3),
+)  # fmt: skip
 
 
 def universal(aligner: str, rank=4, **settings) -> Transformer:

@@ -4,24 +4,15 @@ import math
 
 import pytest
 import torch
+from device_models import transformer
 from pretend_device import pretend
 from torch import nn
 
 from skipless import diagnose
-from skipless.config import ConnectionConfig, InitConfig, ModelConfig
 from skipless.doctor import check_model, timing
-from skipless.model import Transformer
 from skipless.probes import Probe, gradient_norms, isometry_drift
 
 IDS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
-
-
-def model(kind="learned", num_layers=2) -> Transformer:
-    return Transformer(ModelConfig(
-        hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=4, vocab_size=61,
-        max_position_embeddings=32, connection=ConnectionConfig(kind=kind),
-        init=InitConfig(std=0.2),
-    )).eval()  # fmt: skip
 
 
 def numbers(value):
@@ -49,7 +40,7 @@ def looked(net, ids):
 
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_statistics(kind):
-    net = model()
+    net = transformer()
     expected = looked(net, IDS)
     net(IDS, labels=IDS).loss.backward()
     drift, norms = isometry_drift(net), gradient_norms(net)
@@ -74,7 +65,7 @@ def test_a_probe_of_a_foreign_model():
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_diagnosis(kind):
     options = {"gradients": True, "layers": kind == "cuda"}
-    net = model(num_layers=1)
+    net = transformer(num_hidden_layers=1)
     expected = diagnose(net, [IDS], ["W4A4"], **options)
     with pretend(kind):
         net.to(kind)
@@ -90,7 +81,7 @@ def test_diagnosis(kind):
 @pytest.mark.parametrize("kind", ["cuda", "mps"])
 def test_two_models_compared(kind):
     with pretend(kind):
-        a, b = model().to(kind), model("residual").to(kind)
+        a, b = transformer().to(kind), transformer("residual").to(kind)
         assert diagnose.compare(a, b, [IDS.to(kind)]) is not None
 
 
@@ -98,12 +89,12 @@ def test_two_models_compared(kind):
 def test_the_doctor(kind, monkeypatch):
     monkeypatch.setattr(timing, "time_by_operator", lambda *_: ())  # the profiler looks for CUPTI
     batch = {"input_ids": IDS, "labels": IDS}
-    net = model()
+    net = transformer()
     expected = check_model(net, batch)
     with pretend(kind):
         net.to(kind)
         found = check_model(
-            net, {k: v.to(kind) for k, v in batch.items()}, against=model().to(kind)
+            net, {k: v.to(kind) for k, v in batch.items()}, against=transformer().to(kind)
         )
         assert set(expected.findings) <= set(found.findings)
 
@@ -112,7 +103,7 @@ def test_a_log_of_a_training_loop_of_ones_own(tmp_path):
     from skipless.probes.callbacks import ProbeLog
 
     with pretend("cuda"):
-        net = model().to("cuda").train()
+        net = transformer().to("cuda").train()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         log = ProbeLog(net, tmp_path / "log", every=1)
         for step in (1, 2):

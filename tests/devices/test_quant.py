@@ -2,16 +2,17 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pretend_device
 import pytest
 import torch
+from device_models import transformer
 from pretend_device import pretend
 
-from skipless.config import ConnectionConfig, InitConfig, ModelConfig
+from skipless.config import InitConfig
 from skipless.decoding import fuse
 from skipless.errors import UserError
-from skipless.model import Transformer
 from skipless.quant import (
     fake_quantize,
     from_integer,
@@ -30,13 +31,7 @@ from skipless.quant.saved import resume, saved_form
 IDS = torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
-def model(kind="residual", **changes) -> Transformer:
-    return Transformer(ModelConfig(**dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=61,
-        tie_word_embeddings=False,
-        max_position_embeddings=32, connection=ConnectionConfig(kind=kind),
-        init=InitConfig(std=0.1),
-    ) | changes)).eval()  # fmt: skip
+model = partial(transformer, "residual", tie_word_embeddings=False, init=InitConfig(std=0.1))
 
 
 def logits(net, ids=IDS):
