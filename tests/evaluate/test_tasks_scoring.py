@@ -169,7 +169,7 @@ def test_a_trunk_is_computed_once(monkeypatch):
     pytest.importorskip("transformers")
     model = llama()
     flat_requests = [r for q in SUBJECTS for r in q]
-    monkeypatch.setattr("skipless.evaluate.tasks.scoring.TRUNK", 30)
+    monkeypatch.setattr("skipless.evaluate.tasks.passes.TRUNK", 30)
     trunks = plan_trunks(flat_requests, 64, least=30)
     assert sorted(length for length, _ in trunks) == [39, 40]
     assert sorted(n for _, numbers in trunks for n in numbers) == list(range(16))
@@ -187,6 +187,20 @@ def test_a_trunk_is_computed_once(monkeypatch):
     assert [length for length, _ in plan_trunks(flat_requests, 64, least=50)] == [0]
     whole = [request([1] * 40, [2, 3, 4]), request([1] * 40, [2, 3, 5])]
     assert plan_trunks(whole, 10, least=30) == [(39, [0, 1])]
+
+
+def test_long_answers_are_scored_plainly():
+    """Whose log-likelihoods are the bits of plain scoring; a tree may round otherwise."""
+    pytest.importorskip("transformers")
+    model, questions = llama(), [question(0, 5, 48, 2), question(1, 5, 50, 3), question(2, 6, 3, 3)]
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append("attention_mask" in kwargs), with_kwargs=True
+    )
+    found = score_requests(model, questions, mode="tree").scores
+    assert lengths == [False, True]  # both long answers in one batch, the rest in one tree
+    plain = score_requests(model, [[questions[0][0], questions[1][0]]], mode="plain").scores[0]
+    assert [found[0][0], found[1][0]] == plain
 
 
 def test_a_cache_that_does_not_forget_is_noticed():

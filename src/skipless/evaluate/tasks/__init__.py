@@ -8,7 +8,8 @@ asking.py      questions with examples before them
 calling.py     a model with and without a cache
 planning.py    which requests are computed together
 trees.py       requests that begin alike as one row
-scoring.py     log-likelihoods, what requests share computed once
+passes.py      log-likelihoods: plainly, in trees, with what is shared computed once
+scoring.py     which of these a model is asked in
 statistics.py  accuracies, paired differences, flips, divergence of the choices
 running.py     score_tasks
 tables.py      text, Markdown, plot, files
@@ -18,10 +19,11 @@ harness.py     the same through lm-eval
 
 from skipless.evaluate.tasks.catalog import CORE8, TASKS, Task, find_tasks
 from skipless.evaluate.tasks.encoding import Coder, Encoded
+from skipless.evaluate.tasks.passes import Score
 from skipless.evaluate.tasks.posing import Item
 from skipless.evaluate.tasks.reading import read_items, read_rows
 from skipless.evaluate.tasks.running import TaskResults, score_tasks
-from skipless.evaluate.tasks.scoring import Score, Scores, score_requests
+from skipless.evaluate.tasks.scoring import Scores, score_requests
 from skipless.evaluate.tasks.statistics import Answers, bootstrap_interval, choice_divergences
 
 __all__ = [

@@ -48,18 +48,21 @@ def _text(value: Any) -> str:
 
 
 def arc(row: Row) -> Item:
+    """A question and the texts of its options; `answerKey` is a label."""
     options = row["choices"]
     gold = list(options["label"]).index(row["answerKey"])
     return _after(f"Question: {_text(row['question'])}\nAnswer:", options["text"], gold)
 
 
 def boolq(row: Row) -> Item:
+    """A passage, a question, and yes or no."""
     answer = row["label"] if "label" in row else row["answer"]  # super_glue and boolq differ
     context = f"{_text(row['passage'])}\nQuestion: {_text(row['question'])}?\nAnswer:"
     return _after(context, ("no", "yes"), int(answer))
 
 
 def hellaswag(row: Row) -> Item:
+    """A scene and four ways to go on."""
     ending = row["ctx_b"].capitalize()
     context = _wikihow(f"{row['activity_label']}: {row['ctx_a']} {ending}")
     return _after(context, [_wikihow(ending) for ending in row["endings"]], int(row["label"]))
@@ -72,23 +75,27 @@ def _wikihow(text: str) -> str:
 
 
 def openbookqa(row: Row) -> Item:
+    """The beginning of a sentence and its ends."""
     options = row["choices"]
     gold = list(options["label"]).index(row["answerKey"].lstrip())
     return _after(_text(row["question_stem"]), options["text"], gold)
 
 
 def piqa(row: Row) -> Item:
+    """A goal and two ways to it."""
     context = f"Question: {_text(row['goal'])}\nAnswer:"
     return _after(context, (row["sol1"], row["sol2"]), int(row["label"]))
 
 
 def social_iqa(row: Row) -> Item:
+    """A scene, a question about its people, three answers."""
     context = f"Q: {_text(row['context'])} {_text(row['question'])}\nA:"
     choices = (row["answerA"], row["answerB"], row["answerC"])
     return _after(context, choices, int(row["label"]) - 1)
 
 
 def winogrande(row: Row) -> Item:
+    """The two words in the gap, each asked for the rest of the sentence."""
     sentence = _text(row["sentence"])
     gap = sentence.index("_")
     options = (_text(row["option1"]), _text(row["option2"]))
@@ -100,6 +107,7 @@ def winogrande(row: Row) -> Item:
 
 
 def lambada(row: Row) -> Item:
+    """A passage without its last word, and that word."""
     context, _, word = _text(row["text"]).rpartition(" ")
     if not context or not word:
         raise ValueError("the text is a single word, or ends with a space")
@@ -107,6 +115,7 @@ def lambada(row: Row) -> Item:
 
 
 def mmlu(row: Row) -> Item:
+    """A question with lettered options of its subject, and the letters."""
     subject, choices = _text(row["subject"]), [_text(choice) for choice in row["choices"]]
     if len(choices) != 4:
         raise ValueError(f"{len(choices)} choices instead of four")
@@ -120,4 +129,5 @@ def mmlu(row: Row) -> Item:
 
 
 def gsm8k(row: Row) -> Item:
+    """A sum in words, and its written solution."""
     return _after(f"Question: {_text(row['question'])}\nAnswer:", (row["answer"],), 0)
