@@ -343,3 +343,12 @@ def test_refusals(make_plain=torch.nn.Linear):
     quantize(scaled, "W8A8")
     with pytest.raises(UserError, match="number of visible keys"):
         fuse(to_integer(scaled))
+
+
+@torch.no_grad()
+def test_the_head_refuses_another_width():
+    """Its C++ call is told addresses, which do not know where memory ends."""
+    model = fuse(to_integer(quantize(make(), "W8A8")))
+    for width in (32, 128):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.lm_head(torch.zeros(1, 1, width))

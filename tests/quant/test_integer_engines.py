@@ -142,6 +142,19 @@ def test_sums_past_32_bits_spill(monkeypatch):
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
+def test_the_longest_sum_that_fits_in_32_bits(name):
+    """Filled up to whole groups of inputs it would be too long; they are zeros."""
+    width = (2**31 - 1) // (7 * 127)
+    problem = Problem(weight_bits=4, activation_bits=8, in_features=width, out_features=1)
+    engine = ENGINES[name]
+    if engine.refuses(problem):
+        pytest.skip(engine.refuses(problem))
+    prepared = engine.prepare(torch.full((1, width), -7, dtype=torch.int16), torch.ones(1), problem)
+    sums = engine.sums(prepared, torch.full((1, width), 127, dtype=torch.int16))
+    assert sums.to(torch.int64).tolist() == [[-7 * 127 * width]]
+
+
+@pytest.mark.parametrize("name", AVAILABLE)
 def test_threads_and_callers_at_once_give_the_same(name):
     """Two torch threads, and two Python threads that call together."""
     rng = np.random.default_rng(1)

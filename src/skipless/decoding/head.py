@@ -20,6 +20,7 @@ class FusedHead(nn.Linear):
             rows > MOST_ROWS or torch.is_grad_enabled() or input.device.type != "cpu"
             or input.dtype != torch.float32 or weight.dtype != torch.float32
             or weight.device.type != "cpu" or not weight.is_contiguous()
+            or input.shape[-1] != self.in_features
             or torch.is_autocast_enabled("cpu")
         ):  # fmt: skip
             return super().forward(input)

@@ -116,6 +116,8 @@ class KernelEngine(Engine):
         """(the kernel's number for the packed form, groups whose sum fits in 32 bits)."""
         problem = prepared.problem
         form = 2 * self.has_quads(problem) + (problem.weight_bits <= 4)
+        if form >= 2:  # only where the whole sum fits: parts of it, which wrapped, do not add up
+            return form, prepared.data.shape[1]
         bound = _group(form) * problem.largest_weight * problem.largest_activation
         return form, (INT32_EXACT - 1) // bound
 
