@@ -25,9 +25,7 @@ from skipless.quant.integers.engines import (
     sums_by_digits,
 )
 from skipless.quant.integers.packing import (
-    pack_nibbles,
     pack_panels,
-    unpack_nibbles,
     unpack_panels,
 )
 
@@ -276,9 +274,6 @@ def test_an_engine_refuses_what_it_does_not_cover():
 def test_packing_and_unpacking_return_the_codes(out, width, seed):
     rng = np.random.default_rng(seed)
     small = torch.from_numpy(rng.integers(-8, 8, (out, width)).astype(np.int8))
-    packed = pack_nibbles(small)
-    assert packed.dtype == torch.uint8 and packed.numel() == (small.numel() + 1) // 2
-    assert torch.equal(unpack_nibbles(packed, small.shape), small)
     whole = torch.from_numpy(rng.integers(-128, 128, (out, width)).astype(np.int8))
     for codes, nibbles in ((small, True), (small, False), (whole, False)):
         panels = pack_panels(codes.to(torch.int16), nibbles=nibbles)
@@ -291,12 +286,9 @@ def test_packing_and_unpacking_return_the_codes(out, width, seed):
 
 def test_packing_refuses_codes_that_do_not_fit():
     with pytest.raises(UserError, match="-8 to 7 fit"):
-        pack_nibbles(torch.tensor([8]))
+        pack_panels(torch.tensor([[8]]), nibbles=True)
     with pytest.raises(UserError, match="-128 to 127 fit"):
         pack_panels(torch.tensor([[200]], dtype=torch.int16), nibbles=False)
-    with pytest.raises(UserError, match="pass the shape that was packed"):
-        unpack_nibbles(torch.zeros(3, dtype=torch.uint8), (9,))
-    assert unpack_nibbles(pack_nibbles(torch.zeros(0, dtype=torch.int8)), (0,)).numel() == 0
 
 
 def test_four_bit_weights_take_half_the_bytes():

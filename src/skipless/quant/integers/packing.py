@@ -1,4 +1,4 @@
-"""Integer codes as bytes: two 4-bit codes in one, and the panels that the C++ kernel reads.
+"""Integer codes as bytes: the panels that the C++ kernel reads, of 4-bit codes two in a byte.
 
 A panel holds 16 output columns, its codes in one of two forms (`kernels/lanes.hpp`).
 
@@ -26,31 +26,6 @@ from torch.nn import functional as F
 from skipless.errors import UserError
 
 COLUMNS = 16
-
-
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes in -8..7, any shape -> uint8 [ceil(numel / 2)]; even places are the low halves.
-
-    Raises UserError for a code that needs more than 4 bits.
-    """
-    flat = codes.reshape(-1)
-    _check(flat, -8, 7)
-    if flat.numel() % 2:
-        flat = F.pad(flat, (0, 1))
-    halves = flat.to(torch.int16) & 15
-    return (halves[0::2] | (halves[1::2] << 4)).to(torch.uint8)
-
-
-def unpack_nibbles(packed: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """The int8 codes of `pack_nibbles` in their shape."""
-    size = torch.Size(shape)
-    if packed.numel() != (size.numel() + 1) // 2:
-        raise UserError(
-            f"{packed.numel()} bytes hold {2 * packed.numel()} codes; {tuple(size)} has "
-            f"{size.numel()}, so pass the shape that was packed"
-        )
-    both = torch.stack((packed & 15, packed >> 4), -1).reshape(-1)[: size.numel()]
-    return ((both.to(torch.int16) ^ 8) - 8).to(torch.int8).reshape(size)
 
 
 def pack_panels(codes: Tensor, *, nibbles: bool, quads: bool = False) -> Tensor:
