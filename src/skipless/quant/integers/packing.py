@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from skipless.errors import UserError
 
