@@ -100,6 +100,8 @@ def test_names_and_their_near_ones():
         ("{\n", "line 1 of .* is no JSON object"),
         ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 2}', "row 0 .* the answer is 2 of 2"),
         ('{"goal": "a", "sol1": "b", "sol2": "c", "label": -1}', "row 0 .* the answer is -1"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 0.9}', "row 0 .* is 0.9, no whole"),
+        ('{"goal": "a", "sol1": "b", "sol2": "c", "label": 1e999}', "row 0 .* is inf, no whole"),
         ('{"goal": "a", "sol1": "b", "sol2": "", "label": 1}', "row 0 .* or an empty one"),
         ('{"goal": "a", "sol1": "b", "sol2": 3, "label": 1}', "row 0 .* is int, not text"),
     ],
@@ -107,6 +109,49 @@ def test_names_and_their_near_ones():
 def test_files_that_are_none(content, message, tmp_path):
     (tmp_path / "piqa.jsonl").write_text(content)
     with pytest.raises(UserError, match=message):
+        items("piqa", tmp_path)
+
+
+def test_choices_that_do_not_belong_to_their_letters(tmp_path):
+    row = {"question": "?", "answerKey": "B"}
+    for texts, letters, told in [
+        (["a", "b", "c"], ["A", "B"], "3 choices are named A, B"),
+        (["a", "b"], ["A", "B", "C"], "2 choices are named A, B, C"),
+        (["a", "b", "c"], ["A", "B", "B"], "3 choices are named A, B, B"),
+        ("ab", ["A", "B"], "'ab' is str, not a list"),
+    ]:
+        content = json.dumps({**row, "choices": {"text": texts, "label": letters}})
+        (tmp_path / "arc_easy.jsonl").write_text(content)
+        with pytest.raises(UserError, match=f"row 0 .* {told}"):
+            items("arc_easy", tmp_path)
+    row = ROWS["hellaswag"][0] | {"endings": "text"}
+    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="row 0 .* 'text' is str, not a list"):
+        items("hellaswag", tmp_path)
+
+
+def test_a_mark_in_front_and_copies_beside_a_split(tmp_path):
+    content = "".join(json.dumps(row) + "\n" for row in ROWS["piqa"])
+    inside = tmp_path / "piqa"
+    inside.mkdir()
+    (inside / "validation.jsonl").write_text(content, encoding="utf-8-sig")
+    (inside / "validation (copy).jsonl").write_text(content)
+    (inside / "validation_old.jsonl").write_text(content)
+    assert len(items("piqa", tmp_path)) == len(ROWS["piqa"])
+
+
+def test_pieces_of_a_split(tmp_path):
+    inside = tmp_path / "piqa"
+    inside.mkdir()
+    for number, row in enumerate(ROWS["piqa"]):
+        (inside / f"validation-0000{number}-of-00002.jsonl").write_text(json.dumps(row))
+    whole = items("piqa", tmp_path)
+    assert whole == items("piqa", write_rows(tmp_path / "rows"))
+    (inside / "validation-00001-of-00002.jsonl").rename(inside / "validation-00001-of-00003.jsonl")
+    with pytest.raises(UserError, match="are not the pieces of one validation split"):
+        items("piqa", tmp_path)
+    (inside / "validation-00001-of-00003.jsonl").unlink()
+    with pytest.raises(UserError, match=r"validation-00000-of-00002\.jsonl, which are not"):
         items("piqa", tmp_path)
 
 

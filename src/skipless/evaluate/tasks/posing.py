@@ -47,25 +47,47 @@ def _text(value: Any) -> str:
     return value
 
 
+def _several(value: Any) -> list[Any]:
+    """A list of choices; a text would be a choice a letter."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{str(value)[:40]!r} is {type(value).__name__}, not a list")
+    return list(value)
+
+
+def _number(value: Any) -> int:
+    """A whole number, as such or as text; int() would cut 0.9 to 0."""
+    if not isinstance(value, str) and value != value // 1:
+        raise ValueError(f"the answer is {value!r}, no whole number")
+    return int(value)
+
+
+def _lettered(options: Mapping[str, Any], answer: Any) -> tuple[list[Any], int]:
+    """(choices, place of the answer) of ARC and OpenBookQA, where letters name the choices."""
+    texts, letters = _several(options["text"]), _several(options["label"])
+    if len(texts) != len(letters) or len(set(letters)) < len(letters):
+        raise ValueError(f"{len(texts)} choices are named {', '.join(map(str, letters))}")
+    return texts, letters.index(answer)
+
+
 def arc(row: Row) -> Item:
     """A question and the texts of its options; `answerKey` is a label."""
-    options = row["choices"]
-    gold = list(options["label"]).index(row["answerKey"])
-    return _after(f"Question: {_text(row['question'])}\nAnswer:", options["text"], gold)
+    texts, gold = _lettered(row["choices"], row["answerKey"])
+    return _after(f"Question: {_text(row['question'])}\nAnswer:", texts, gold)
 
 
 def boolq(row: Row) -> Item:
     """A passage, a question, and yes or no."""
     answer = row["label"] if "label" in row else row["answer"]  # super_glue and boolq differ
     context = f"{_text(row['passage'])}\nQuestion: {_text(row['question'])}?\nAnswer:"
-    return _after(context, ("no", "yes"), int(answer))
+    return _after(context, ("no", "yes"), _number(answer))
 
 
 def hellaswag(row: Row) -> Item:
     """A scene and four ways to go on."""
     ending = row["ctx_b"].capitalize()
     context = _wikihow(f"{row['activity_label']}: {row['ctx_a']} {ending}")
-    return _after(context, [_wikihow(ending) for ending in row["endings"]], int(row["label"]))
+    endings = [_wikihow(ending) for ending in _several(row["endings"])]
+    return _after(context, endings, _number(row["label"]))
 
 
 def _wikihow(text: str) -> str:
@@ -76,22 +98,21 @@ def _wikihow(text: str) -> str:
 
 def openbookqa(row: Row) -> Item:
     """The beginning of a sentence and its ends."""
-    options = row["choices"]
-    gold = list(options["label"]).index(row["answerKey"].lstrip())
-    return _after(_text(row["question_stem"]), options["text"], gold)
+    texts, gold = _lettered(row["choices"], row["answerKey"].lstrip())
+    return _after(_text(row["question_stem"]), texts, gold)
 
 
 def piqa(row: Row) -> Item:
     """A goal and two ways to it."""
     context = f"Question: {_text(row['goal'])}\nAnswer:"
-    return _after(context, (row["sol1"], row["sol2"]), int(row["label"]))
+    return _after(context, (row["sol1"], row["sol2"]), _number(row["label"]))
 
 
 def social_iqa(row: Row) -> Item:
     """A scene, a question about its people, three answers."""
     context = f"Q: {_text(row['context'])} {_text(row['question'])}\nA:"
     choices = (row["answerA"], row["answerB"], row["answerC"])
-    return _after(context, choices, int(row["label"]) - 1)
+    return _after(context, choices, _number(row["label"]) - 1)
 
 
 def winogrande(row: Row) -> Item:
@@ -116,14 +137,14 @@ def lambada(row: Row) -> Item:
 
 def mmlu(row: Row) -> Item:
     """A question with lettered options of its subject, and the letters."""
-    subject, choices = _text(row["subject"]), [_text(choice) for choice in row["choices"]]
+    subject, choices = _text(row["subject"]), [_text(one) for one in _several(row["choices"])]
     if len(choices) != 4:
         raise ValueError(f"{len(choices)} choices instead of four")
     options = "".join(f"{letter}. {c}\n" for letter, c in zip("ABCD", choices, strict=True))
     context = f"{_text(row['question']).strip()}\n{options}Answer:"
     about = subject.replace("_", " ")
     return replace(
-        _after(context, "ABCD", int(row["answer"])), subject=subject,
+        _after(context, "ABCD", _number(row["answer"])), subject=subject,
         heading=f"The following are multiple choice questions (with answers) about {about}.\n\n",
     )  # fmt: skip
 

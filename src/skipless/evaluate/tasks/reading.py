@@ -200,11 +200,10 @@ def _folder(task: Task, folder: Path, split: str, *, required: bool) -> Rows:
     inside = folder / task.name
     splits = (split,) if required else (split, *(s for s in ("test", "validation") if s != split))
     for name in splits:
-        files = [f for end in _FORMATS for f in sorted(inside.glob(f"{name}*{end}"))]
-        if files:
-            kept = [f for f in files if f.suffix == files[0].suffix]
-            rows = [row for file in kept for row in _read_file(file)]
-            return Rows(rows=rows, split=name, where=str(kept[0]))
+        for end in _FORMATS:
+            if files := _files(inside, name, end):
+                rows = [row for file in files for row in _read_file(file)]
+                return Rows(rows=rows, split=name, where=str(files[0]))
     for end in () if required else _FORMATS:
         file = folder / f"{task.name}{end}"
         if file.is_file():
@@ -215,6 +214,23 @@ def _folder(task: Task, folder: Path, split: str, *, required: bool) -> Rows:
     )
 
 
+def _files(folder: Path, split: str, end: str) -> list[Path]:
+    """The one file of a split, or its pieces SPLIT-00000-of-00002*; other names are no part of it.
+    Raises UserError where pieces are missing."""
+    if (one := folder / f"{split}{end}").is_file():
+        return [one]
+    form = re.compile(rf"{split}-(\d+)-of-(\d+)\b.*{re.escape(end)}")
+    files = sorted(folder.iterdir()) if folder.is_dir() else ()
+    pieces = [(file, found) for file in files if (found := form.fullmatch(file.name))]
+    numbers, totals = ({int(found[group]) for _, found in pieces} for group in (1, 2))
+    if pieces and (len(pieces) != len(numbers) or totals != {len(pieces)}):
+        raise UserError(
+            f"{folder} holds {', '.join(file.name for file, _ in pieces)}, which are not the "
+            f"pieces of one {split} split; put all of them there, and nothing else of that name"
+        )
+    return [file for file, _ in pieces]
+
+
 def _read_file(file: Path) -> list[dict[str, Any]]:
     if file.suffix == ".parquet":
         arrow = _pyarrow(str(file))
@@ -223,7 +239,7 @@ def _read_file(file: Path) -> list[dict[str, Any]]:
         except (arrow.ArrowException, OSError) as error:
             raise UserError(f"{file} cannot be read as parquet ({error})") from None
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")  # some editors put a mark in front
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error}); a UTF-8 file was expected") from None
     rows = []
