@@ -19,7 +19,7 @@ from skipless.errors import UserError
 from skipless.evaluate import score_tasks
 from skipless.evaluate.tasks import Coder, find_tasks, score_requests
 from skipless.evaluate.tasks.asking import ask
-from skipless.evaluate.tasks.tables import markdown
+from skipless.evaluate.tasks.tables import markdown, write_results
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,7 @@ def test_bad_settings(subject, folder):
     for options, message in (
         ({"limit": 0}, "limit is 0"), ({"num_fewshot": -1}, "num_fewshot is -1"),
         ({"schemes": ["W8A8-static"]}, "give text to calibrate on"),
+        ({"schemes": ["W8A8", "W8A8-w:tensor"]}, "W8A8 is named twice"),
         ({"schemes": ["W8Afp"], "scope": "everything"}, "scope"),
     ):  # fmt: skip
         with pytest.raises(UserError, match=message):
@@ -189,6 +190,8 @@ def test_the_command_on_a_run(copy_run, tmp_path, folder, capsys):
     assert (path / "tasks.md").read_text().startswith("# ")
     rows = (path / "tasks-documents.jsonl").read_text().splitlines()
     assert len(rows) == 3 * 4
+    write_results(path, "without questions", summary)  # as lm-eval's backend
+    assert not (path / "tasks-documents.jsonl").exists()
     # the same as the library gives
     from skipless.train import load_run
 

@@ -122,10 +122,13 @@ def scored_tasks(names: Iterable[str]) -> list[Task]:
 def parse_schemes(
     model: nn.Module, schemes: Sequence[Scheme | str], scope: str, calibration: Any
 ) -> list[Scheme]:
-    """Schemes that `model` can be quantised by. Raises UserError for others, and for static ranges
-    without batches to calibrate them on."""
+    """Schemes that `model` can be quantised by. Raises UserError for others, for one that is named
+    twice, and for static ranges without batches to calibrate them on."""
     parsed = [Scheme.parse(scheme) for scheme in schemes]
+    names = [str(scheme) for scheme in parsed]
     for scheme in parsed:
+        if names.count(str(scheme)) > 1:
+            raise UserError(f"{scheme} is named twice among the schemes; leave one out")
         find_targets(model, scheme, scope)
         if scheme.needs_calibration and calibration is None:
             raise UserError(

@@ -210,4 +210,6 @@ def write_results(
     if documents:
         lines = "".join(json.dumps(row) + "\n" for row in documents)
         paths.append(write_atomic(folder / DOCUMENTS, lines))
+    else:  # those of an earlier call are of other numbers
+        (folder / DOCUMENTS).unlink(missing_ok=True)
     return paths
