@@ -8,8 +8,7 @@ with statement runs without compiled code. Both cost nothing where nothing was c
 Hooks that look at what a pass did so far are `uncompiled`: traced, their code would depend on the
 name, range and place of each layer, so that torch would trace it for each of them anew and after
 a few of them, with a warning, no more.
-Read by `skipless.probes`, `skipless.quant`, `skipless.evaluate`, `skipless.train` and
-`skipless.surgery`.
+Read by every room that looks into a model or changes it in place.
 """
 
 from __future__ import annotations
@@ -61,10 +60,14 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     As `torch.compiler.disable`, which loads torch's compiler, a matter of a second or two.
     """
 
+    as_it_is: Any = None
+
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal as_it_is
         if torch.compiler.is_compiling():
-            as_it_is: Any = torch.compiler.disable(function)
+            if as_it_is is None:
+                as_it_is = torch.compiler.disable(function)
             return as_it_is(*args, **kwargs)
         return function(*args, **kwargs)
 

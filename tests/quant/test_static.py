@@ -113,4 +113,6 @@ def test_a_site_that_is_always_zero_stays_zero():
     with torch.no_grad():
         model[0].bias.zero_()
     with quantized(model, "W8A8-static", calibration=data):
-        assert bool(torch.isfinite(model(batches(1)[0])).all())
+        found = model(batches(1)[0])
+    expected = model(torch.zeros(5, 8))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-30)

@@ -6,6 +6,7 @@ precision.py    loss at every scheme and scope
 propagation.py  R_l through depth (S9), SQNR of every site against the yardstick (S3, S11)
 sensitivity.py  one layer quantised at a time
 suggesting.py   a mixed-precision scheme, raised layer by layer
+prefixes.py     what blocks returned, given back to passes that differ behind them
 tasks/          zero-shot tasks: accuracy, and what quantisation does to the answers
 """
 

@@ -8,6 +8,7 @@ convolutions.py kernels as matrices and their inputs as sites
 observers.py    static ranges, streaming
 calibrate.py    running calibration batches
 activations.py  the hooks
+replacing.py    what hooks share
 weights.py      one quantised parameter and its codes
 record.py       what quantize did, and what is refused meanwhile
 apply.py        quantize, restore, quantized, paused

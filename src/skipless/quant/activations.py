@@ -11,7 +11,7 @@ One `ActivationQuantizer` a site; all sites of a model share a `ForwardState`, w
 
 What belongs to one pass is kept by thread, so that passes in several threads do not mix.
 
-Read by `quant.apply`, and by `evaluate.propagation` for its measurements.
+Read by `quant.apply`, `quant.training` and `quant.integers`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A tensor with Gaussian values loses the least at one clip, and no plain b-bit quantiser gets a
 better signal-to-noise ratio on it. Reports print the measured ratio, this ideal and the gap; the
-`-clip:gauss` option uses the clip. Read by `quant.fake`, `evaluate.propagation` and the report.
+`-clip:gauss` option uses the clip. Read by `quant.ranges`, `evaluate.propagation` and the report.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `absmax` keeps the extreme of all batches. Percentile, MSE-best and Gaussian clips are chosen for
 each batch and averaged by its number of values: exact for one batch, and steady for many, where a
-running maximum would let one batch decide. Read by `quant.calibrate`.
+running maximum would let one batch decide. Read by `quant.activations` and `quant.training`.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ class Quantization:
     eager: list[tuple[ChoosesImplementation, str]] = field(default_factory=list)
     """Attention modules that were switched to eager, and what they were before."""
     untouched: dict[str, list[str]] = field(default_factory=dict)
-    """Modules whose matrices stay in full precision, by what they are (`find_untouched`).
-    """
+    """Modules whose matrices stay in full precision, by what they are (`find_untouched`)."""
     method: str = "rtn"
     changes: Changes = field(default_factory=Changes)
     """Parameters that a method scaled or rotated, with their originals."""

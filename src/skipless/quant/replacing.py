@@ -1,4 +1,5 @@
-"""Putting a changed tensor where a module's argument or result was. Read by hooks of this room."""
+"""What hooks of this room share: a changed tensor where a module's argument or result was, and
+tensors of their own that stay where the inputs are."""
 
 from __future__ import annotations
 
