@@ -1,6 +1,7 @@
 """Quantised models of transformers, saved the ways that people save: never as another model."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -65,4 +66,20 @@ def test_weights_that_are_cut_short_are_told_in_a_sentence(make, content, tmp_pa
     file.write_bytes(file.read_bytes()[:-9] if content is None else content)
     for load in (AutoModelForCausalLM.from_pretrained, load_quantized):
         with pytest.raises(UserError, match=r"model\.safetensors cannot be read .* cut short"):
+            load(folder)
+
+
+@pytest.mark.parametrize("make", [build, llama])
+@pytest.mark.parametrize(("key", "value", "told"), [
+    ("weights", None, "says None for quantization_config.weights"),
+    ("ranges", 3, "says 3 for quantization_config.ranges"),
+    ("version", 2, "saved in version 2 of the format and this skipless reads 1"),
+])  # fmt: skip
+def test_damaged_settings_are_told_in_a_sentence(make, key, value, told, tmp_path):
+    folder = save_quantized(quantize(make(), "W8A8"), tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"][key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    for load in (AutoModelForCausalLM.from_pretrained, load_quantized):
+        with pytest.raises(UserError, match=told):
             load(folder)

@@ -30,16 +30,11 @@ from skipless.model import Transformer
 from skipless.outputs import free_folder, replaced_folder, set_aside
 from skipless.quant import Quantization, quantization, to_integer
 from skipless.quant.bits import SUFFIXES, unpack_weight
-from skipless.quant.saved import METHOD, VERSION, is_packed, resume, saved_form
+from skipless.quant.saved import METHOD, check_settings, is_packed, resume, saved_form
 
 LAYOUTS = ("skipless", "compressed-tensors")
 MODEL_TYPE = "skipless"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_KINDS = {
-    "scheme": str, "scope": str, "include_head": bool, "method": str,
-    "layers": list, "weights": dict, "ranges": dict,
-}  # fmt: skip
-"""Of the settings in `quantization_config`."""
 
 
 def save_quantized(
@@ -170,12 +165,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path} holds no model quantised by skipless; save one with save_quantized or "
             "`skipless export`"
         )
-    for key, kind in _KINDS.items():
-        if settings.get("version") == VERSION and not isinstance(settings.get(key), kind):
-            raise UserError(
-                f"{file} says {settings.get(key)!r} for quantization_config.{key}, which "
-                "save_quantized does not write; save the model again"
-            )
+    check_settings(settings, str(file))
     return config
 
 

@@ -28,7 +28,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from skipless.errors import UserError
 from skipless.quant import quantization
-from skipless.quant.saved import METHOD, is_packed, resume, saved_form
+from skipless.quant.saved import METHOD, check_settings, is_packed, resume, saved_form
 
 __all__ = ["SkiplessQuantizationConfig", "SkiplessQuantizer", "register"]
 
@@ -51,6 +51,7 @@ class SkiplessQuantizer(HfQuantizer):
         self, model: Any, checkpoint_files: Any = None, **options: Any
     ) -> Any:
         self._settings = self.quantization_config.to_dict()
+        check_settings(self._settings, "config.json")
         names = [n for n in _names(checkpoint_files) if is_packed(n, self._settings)]
         self._others = _read(checkpoint_files, [n for n in names if not n.endswith(".weight")])
         self._floats: dict[str, tuple[torch.Size, torch.dtype]] = {}

@@ -29,6 +29,10 @@ from skipless.scheme import Scheme
 
 METHOD = "skipless"
 VERSION = 1
+_KINDS = {
+    "scheme": str, "scope": str, "include_head": bool, "method": str,
+    "layers": list, "weights": dict, "ranges": dict,
+}  # fmt: skip
 
 
 def saved_form(
@@ -102,6 +106,22 @@ def _check(record: Quantization) -> None:
         )
 
 
+def check_settings(settings: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for settings of another version of the format, and for damaged ones; `where`
+    is what the sentence says holds them."""
+    if settings.get("version") != VERSION:
+        raise UserError(
+            f"the quantisation was saved in version {settings.get('version')!r} of the format and "
+            f"this skipless reads {VERSION}; install a newer skipless"
+        )
+    for key, kind in _KINDS.items():
+        if not isinstance(settings.get(key), kind):
+            raise UserError(
+                f"{where} says {settings.get(key)!r} for quantization_config.{key}, which "
+                "save_quantized does not write; save the model again"
+            )
+
+
 def is_packed(name: str, settings: Mapping[str, Any]) -> bool:
     """Whether a tensor of the file belongs to a packed weight."""
     stem, dot, suffix = name.rpartition(".")
@@ -132,11 +152,7 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
     `tensors` need hold the packed ones only. Raises UserError for settings of a later version, a
     model that does not have these weights, and damaged tensors; the model then is not quantised.
     """
-    if settings.get("version") != VERSION:
-        raise UserError(
-            f"the quantisation was saved in version {settings.get('version')!r} of the format and "
-            f"this skipless reads {VERSION}; install a newer skipless"
-        )
+    check_settings(settings, "the file")
     model = unwrapped(model)
     codes = read_codes(tensors, settings)
     scheme = Scheme.parse(settings["scheme"])
