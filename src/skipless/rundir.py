@@ -23,6 +23,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shlex
 import shutil
 import uuid
@@ -288,7 +289,7 @@ def continue_command(path: str | Path, *more: str) -> str:
 
 
 def _is_own(name: str) -> bool:
-    if name in OWN_FILES:
+    if name in OWN_FILES or re.fullmatch(r"tasks-\d+(\.json|\.md|\.png|-documents\.jsonl)", name):
         return True
     temporary = name.startswith(".") and name.endswith((".tmp", ".old"))
     return temporary and any(name.startswith(f".{own}.") for own in OWN_FILES)

@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_cut_or_left_out(subject, folder):
         model, tokenizer, ["piqa"], source=str(folder), max_length=min(long, short)
     ).summary
     assert found["tasks"][0]["left_out"] == [0 if long > short else 1]
-    assert "1 questions left out" in markdown(found, "tiny")
+    assert "1 question left out" in markdown(found, "tiny")
     with pytest.raises(UserError, match="no question of piqa fits the 2 tokens"):
         score_tasks(model, tokenizer, ["piqa"], source=str(folder), max_length=2)
 
@@ -199,6 +199,30 @@ def test_the_command_on_a_run(copy_run, tmp_path, folder, capsys):
     asked = ask(find_tasks(["openbookqa"])[0], Coder(run.tokenizer, 32), source=str(folder))
     scores = score_requests(run.model, asked.encoded).scores
     assert json.loads(rows[0])["log_likelihoods"] == [s.log_likelihood for s in scores[0]]
+
+
+def test_earlier_results_are_kept(copy_run, tmp_path, folder, capsys):
+    """A table of other tasks or settings gets a number; one that was measured again is replaced."""
+    path = copy_run(tmp_path / "run")
+
+    def ask_for(*words):
+        assert main(["eval", str(path), "--source", str(folder), "--tasks", *words]) == 0
+        return capsys.readouterr().err
+
+    assert "earlier" not in ask_for("piqa", "boolq", "--schemes", "W8A8-static")
+    first = (path / "tasks.json").read_bytes()
+    assert "earlier" not in ask_for("piqa", "boolq", "openbookqa", "--schemes", "W8A8-static")
+    assert not (path / "tasks-1.json").exists()
+    assert "are now" in ask_for("piqa", "--limit", "1")
+    kept = json.loads((path / "tasks-1.json").read_text())
+    assert set(kept["rows"][1]["tasks"]) == {"piqa", "boolq", "openbookqa"} and first
+    assert (path / "tasks-1-documents.jsonl").exists() and (path / "tasks-1.png").exists()
+    assert "are now" in ask_for("piqa")
+    assert json.loads((path / "tasks-2.json").read_text())["limit"] == 1
+    (path / "tasks.json").write_text("{")  # of someone else
+    assert "tasks-3.json" in ask_for("piqa")
+    assert (path / "tasks-3.json").read_text() == "{"
+    assert main(["report", str(path), "--out", str(tmp_path / "page.html")]) == 0
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_picks_by_character_ties_and_right_answers():
     found = answers(
         [[-4, -6], [-3, -3], [-9, -2], [-2, -2]], [1, 0, 1, 1], [[2, 6], [1, 3], [1, 1], [4, 2]]
     )
-    assert found.picks.tolist() == [0, 0, 1, 0]  # of equal ones the first
-    assert found.norm_picks.tolist() == [1, 1, 1, 0]  # -2 against -1, -3 against -1, ...
+    assert found.taken().tolist() == [0, 0, 1, 0]  # of equal ones the first
+    assert found.taken(norm=True).tolist() == [1, 1, 1, 0]  # -2 against -1, -3 against -1, ...
     assert found.ties == [1, 3]
     assert found.right().tolist() == [0, 1, 1, 0]
     assert found.right(norm=True).tolist() == [1, 0, 1, 0]
@@ -78,7 +78,9 @@ def test_flips_are_counted():
     before = answers([[0, -1], [0, -1], [-1, 0], [0, -1], [0, -1, -2]], [0, 1, 1, 0, 2])
     after = answers([[-1, 0], [-1, 0], [-1, 0], [0, -1], [-1, 0, -2]], [0, 1, 1, 0, 2])
     found = compare(before, after, norm=False)
-    assert found["flips"] == 3 and found["num_questions"] == 5  # two of them change right or wrong
+    assert (
+        found["acc"]["flips"] == 3 and found["num_questions"] == 5
+    )  # two of them change right or wrong
     assert found["acc"]["right_to_wrong"] == 1 and found["acc"]["wrong_to_right"] == 1
     assert found["acc"]["difference"] == 0.0
     low, high = found["acc"]["interval"]
@@ -87,3 +89,12 @@ def test_flips_are_counted():
     assert found["kl_mean"] == divergences.mean()
     assert found["kl_p95"] == np.percentile(divergences, 95)
     assert compare(before, before, norm=True)["acc_norm"]["interval"] == [0.0, 0.0]
+
+
+def test_flips_are_of_their_metric():
+    """The likeliest choice stays and the likeliest a character changes."""
+    before = answers([[-4, -6.1]], [0], [[2, 3]])
+    after = answers([[-4, -5.9]], [0], [[2, 3]])
+    found = compare(before, after, norm=True)
+    assert found["acc"]["flips"] == 0 and found["acc_norm"]["flips"] == 1
+    assert found["acc_norm"]["right_to_wrong"] == 1

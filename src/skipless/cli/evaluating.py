@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,9 +96,14 @@ def eval_(
     subject = _subject(model)
     summary, documents = _ask(subject, tasks, backend, text, json, options)
     folder = Path(out) if out else Path(subject.run.path) if subject.run is not None else None
-    from skipless.evaluate.tasks.tables import write_results
+    paths: list[Path] = []
+    if folder is not None:
+        from skipless.evaluate.tasks.tables import keep_earlier, write_results
 
-    paths = write_results(folder, model, summary, documents) if folder is not None else []
+        earlier = keep_earlier(folder, summary)
+        if earlier is not None:
+            print(f"earlier results of other tasks or settings are now {earlier}", file=sys.stderr)
+        paths = write_results(folder, model, summary, documents)
     print_json(summary) if json else _print(summary, paths)
 
 

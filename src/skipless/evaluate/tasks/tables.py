@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skipless.errors import counted
 from skipless.evaluate.tasks.catalog import CORE8
 from skipless.files import make_directory, to_strict_json, write_atomic
 
@@ -80,7 +82,8 @@ def comparison_lines(summary: Mapping[str, Any]) -> list[list[str]]:
                 continue
             metric = lead_metric(found) or ""
             cell = found.get(metric)
-            changed = f"{found['flips']} of {found['num_questions']}" if "flips" in found else ""
+            flips = (cell or {}).get("flips")
+            changed = "" if flips is None else f"{flips} of {found['num_questions']}"
             spread = [f"{found[key]:.4f}" if key in found else "" for key in ("kl_mean", "kl_p95")]
             lines.append([row["scheme"], name, metric, *_change(cell), changed, *spread])
             if "log_likelihood" in found:
@@ -108,11 +111,12 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     for about in summary.get("tasks", ()):
         if about["left_out"]:
             lines.append(
-                f"{about['name']}: {len(about['left_out'])} questions left out, whose answers are "
-                f"longer than the {summary['max_length']} tokens that the model takes"
+                f"{about['name']}: {counted(len(about['left_out']), 'question')} left out, whose "
+                f"answers are longer than the {summary['max_length']} tokens that the model takes"
             )
         if about["num_truncated"]:
-            lines.append(f"{about['name']}: {about['num_truncated']} contexts lost their beginning")
+            cut = counted(about["num_truncated"], "question")
+            lines.append(f"{about['name']}: {cut} with a context that lost its beginning")
     for row in summary["rows"]:
         if row.get("note"):
             lines.append(f"{row['scheme']}: {row['note']}")
@@ -192,6 +196,34 @@ def draw(summary: Mapping[str, Any], name: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
+
+
+def keep_earlier(folder: Path, summary: Mapping[str, Any]) -> Path | None:
+    """Rename earlier results in `folder` that hold what `summary` does not: tasks-1.json and so on.
+
+    Returns the path of their JSON; None where there are none, or all of it was measured again.
+    """
+    try:
+        earlier = json.loads((folder / JSON).read_text(encoding="utf-8"))
+        is_covered = _measured(earlier) <= _measured(summary)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        is_covered = False  # not of ours: kept all the same
+    if is_covered:
+        return None
+    number = next(n for n in itertools.count(1) if not (folder / f"tasks-{n}.json").exists())
+    for name in (DOCUMENTS, PLOT, MARKDOWN, JSON):  # what tells that there is something goes last
+        if (folder / name).exists():
+            (folder / name).rename(folder / name.replace("tasks", f"tasks-{number}", 1))
+    return folder / f"tasks-{number}.json"
+
+
+def _measured(summary: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """What was measured, and of which weights and questions."""
+    about = [summary.get(key) for key in ("source", "limit", "num_fewshot", "scope", "backend")]
+    settings = json.dumps([*about, summary.get("measured")])
+    return {(settings, row["scheme"], task) for row in summary["rows"] for task in row["tasks"]}
 
 
 def write_results(
