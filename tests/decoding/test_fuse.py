@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from skipless.decoding.blocks import FusedBlock
 from skipless.errors import UserError
 from skipless.model import Block, KeyValueCache, Transformer
 from skipless.quant import from_integer, quantize, restore, to_integer
-from skipless.quant.integers import layers
-from skipless.quant.integers.engines import ENGINES
+from skipless.quant.integers import fused, layers
+from skipless.quant.integers.engines import ENGINES, KernelEngine
+from skipless.quant.integers.fused import engine_of_steps
 from skipless.quant.integers.hardware import fastest_kernel, probe
 
 pytestmark = pytest.mark.skipif(fastest_kernel() is None, reason="needs a C++ compiler")
@@ -136,6 +138,21 @@ def test_it_follows_from_every_engine(engine):
     quantize(model, "W4A8-KV8-a:token")
     fuse(to_integer(model, fastest_kernel().name))
     assert distance(decode(model), fused) < 1e-5, "steps are those of the C++ engine"
+
+
+def test_steps_are_never_those_of_an_engine_that_is_inexact_here(monkeypatch):
+    """Where the layers name no single C++ engine: the best, as long as it gives the right sums."""
+    model = to_integer(quantize(make(), "W4A8"), "float")
+    kernels = [report for report in probe() if isinstance(ENGINES[report.engine], KernelEngine)]
+    exact = [report.engine for report in kernels if report.usable]
+    assert engine_of_steps(model) == exact[0]
+    wrong = [replace(r, state="wrong") if r.engine == exact[0] else r for r in kernels]
+    monkeypatch.setattr(fused, "probe", lambda: wrong)
+    if len(exact) > 1:
+        assert engine_of_steps(model) == exact[1]
+    monkeypatch.setattr(fused, "probe", lambda: [replace(r, state="wrong") for r in kernels])
+    with pytest.raises(UserError, match="needs a C"):
+        engine_of_steps(model)
 
 
 def test_layers_of_different_engines_are_fused_by_one(monkeypatch):

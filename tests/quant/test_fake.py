@@ -243,6 +243,7 @@ def test_input_is_left_alone():
         (lambda x: fake_quantize(x, 4, clip=1.0, symmetric=False), "pair"),
         (lambda x: fake_quantize(x.int(), 4), "floating-point"),
         (lambda x: integer_codes(x / 0, 4), "NaN or infinity"),
+        (lambda x: clip_range(x[:0], 4), r"empty \(\[0, 16\]\) and has no range"),
     ],
 )
 def test_bad_calls(call, says):

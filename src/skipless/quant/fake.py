@@ -115,7 +115,12 @@ def clip_range(
     symmetric: bool = True,
     clip: str = "absmax",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The range `fake_quantize` would choose: a clip, or (low, high) when asymmetric (Q1)."""
+    """The range `fake_quantize` would choose: a clip, or (low, high) when asymmetric (Q1).
+
+    Raises UserError for an empty tensor, and as `fake_quantize` does.
+    """
+    if x.numel() == 0:
+        raise UserError(f"the tensor is empty ({list(x.shape)}) and has no range; give values")
     grouped, whole = _prepare(x.detach(), bits, granularity)
     return find_range(grouped, bits, symmetric, clip, whole)
 

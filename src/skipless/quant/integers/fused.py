@@ -20,7 +20,7 @@ from skipless.quant.activations import ActivationQuantizer
 from skipless.quant.integers import building
 from skipless.quant.integers.engines import ENGINES, KernelEngine
 from skipless.quant.integers.executing import in_panels
-from skipless.quant.integers.hardware import fastest_kernel
+from skipless.quant.integers.hardware import fastest_kernel, probe
 from skipless.quant.integers.layers import integer_layers, integer_state
 from skipless.quant.integers.structures import (
     ACTIVATIONS,
@@ -105,7 +105,7 @@ class Builder:
 
 def engine_of_steps(model: nn.Module) -> str:
     """The one C++ engine for all fused steps of a model: that of its layers if they agree, else the
-    fastest. Raises UserError without any.
+    best that is exact here. Raises UserError without any.
 
     Layers may differ, since each got the one that was fastest when it was looked for, and packed
     weights are read by their own engine alone.
@@ -114,10 +114,10 @@ def engine_of_steps(model: nn.Module) -> str:
              if isinstance(ENGINES[name], KernelEngine)}  # fmt: skip
     if len(names) == 1:
         return names.pop()
-    kernel = fastest_kernel()
-    if kernel is None:
+    exact = [r.engine for r in probe() if r.usable and isinstance(ENGINES[r.engine], KernelEngine)]
+    if not exact:
         raise UserError("a fused step needs a C++ compiler; set CXX to one")
-    return kernel.name
+    return exact[0]
 
 
 def _step(site: ActivationQuantizer) -> float:
