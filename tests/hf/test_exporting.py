@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skipless.cli import main
 from skipless.config import ModelConfig
+from skipless.diagnose.loading import load_subject
 from skipless.errors import UserError
 from skipless.export import load_quantized, save_quantized
 from skipless.hf.converting import from_transformer, to_transformer
 from skipless.hf.exporting import export_model
 from skipless.model import Transformer
 from skipless.quant import quantize
+from skipless.serving import open_writer
 from skipless.surgery.reading import read_language_model, read_model
 from skipless.train import load_run
 
@@ -64,8 +66,26 @@ def test_text_and_padding_are_those_of_the_own_decoder(folder, tiny_run):
         alone = run.model.generate(torch.tensor([ids]), 12)[0]
         assert torch.equal(found[row, -len(alone) :], alone)
         assert tokenizer.decode(alone) == run.tokenizer.decode(alone.tolist())
-    injected = "a<|endoftext|>b"
-    assert tokenizer(injected)["input_ids"] == run.tokenizer.encode(injected)
+
+
+def test_the_end_of_a_text_is_one_token_for_transformers_and_never_for_us(folder, tiny_run):
+    """What people write to fine-tune, and a text from elsewhere."""
+    run, tokenizer = load_run(tiny_run), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    text = "a<|endoftext|>"
+    ids = run.tokenizer.encode(text)
+    end = run.tokenizer.eos_id
+    assert tokenizer("a" + tokenizer.eos_token)["input_ids"] == [*run.tokenizer.encode("a"), end]
+    assert tokenizer(text, split_special_tokens=True)["input_ids"] == ids and len(ids) > 2
+    assert tokenizer.decode(ids) == text
+    subjects = [load_subject(str(name)) for name in (tiny_run, folder)]
+    assert subjects[1].tokenizer(text)["input_ids"] == ids
+    assert [open_writer(str(name)).encode(text) for name in (tiny_run, folder)] == [ids, ids]
+    for settings in (model.config, model.generation_config):
+        assert (settings.eos_token_id, settings.pad_token_id) == (end, tokenizer.pad_token_id)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # every token is as likely: the first is taken
+        assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=8).tolist() == [[5, 6, end]]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ from skipless.hf.past import CACHE_NAME
 from .hf_models import KINDS, SMALL, build, ids, own
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
+BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -28,7 +29,7 @@ def test_greedy_tokens_are_those_of_the_own_decoder(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_beams_with_a_cache_are_those_without(kind):
     model = build(kind)
-    options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
+    options = {**GREEDY, **BEAMS}
     cached = model.generate(ids(), **options)
     assert torch.equal(cached, model.generate(ids(), use_cache=False, **options))
     assert cached.shape == (4, 21)
@@ -159,6 +160,37 @@ def test_flex_attention_computes_the_same():
     assert torch.allclose(found, expected, atol=1e-4)
 
 
+def test_padding_on_the_right_is_refused_where_a_text_is_continued_and_computed_elsewhere():
+    model, x = build(), ids(1, 5)
+    alone = model(x).logits
+    batch = torch.cat((ids(1, 9, seed=3), torch.nn.functional.pad(x, (0, 4))))
+    mask = torch.ones_like(batch)
+    mask[1, 5:] = 0
+    assert torch.allclose(model(batch, attention_mask=mask).logits[1, :5], alone, atol=1e-5)
+    words = r"1 of 2 prompts end in padding.*tokenizer.padding_side = .left."
+    refused(words, lambda: model.generate(batch, attention_mask=mask, **GREEDY))
+    refused(words, lambda: model.generate(input_ids=batch, attention_mask=mask, num_beams=2))
+    refused(words, lambda: model.generate(batch, pad_token_id=0, **GREEDY))  # told by the id
+
+
+def test_a_length_beyond_the_context_is_refused_before_anything_is_computed():
+    model, x = build(), ids()
+    embeds = model.get_input_embeddings()(x)
+    longest = SMALL["max_position_embeddings"] + 1  # the last token is not read again
+    assert model.generate(x, max_new_tokens=longest - 9, do_sample=False).shape == (2, longest)
+    assert model.generate(x, max_length=longest, do_sample=False).shape == (2, longest)
+    model.model.forward = None  # nothing may call it
+    for options in ({"max_new_tokens": 33}, {"max_length": 42}, {"max_new_tokens": 33} | BEAMS):
+        refused(
+            "a prompt of 9 tokens and 33 new ones exceed the 40.*set max_new_tokens to 32 at most",
+            lambda options=options: model.generate(x, **options),
+        )
+    refused("a prompt of 9", lambda: model.generate(inputs_embeds=embeds, max_new_tokens=33))
+    refused("of 9 .* 33 new", lambda: model.generate(inputs_embeds=embeds, max_length=42))
+    model.generation_config.max_new_tokens = 33
+    refused("a prompt of 9 tokens and 33 new ones", lambda: model.generate(x))
+
+
 # --- sentences ------------------------------------------------------------------------------------
 
 
@@ -173,7 +205,10 @@ def test_what_cannot_be_computed_is_refused_in_a_sentence():
     refused("token id 50 .* outside the vocabulary of 50", lambda: model(torch.full((1, 2), 50)))
     long = ids(1, context + 1)
     refused(f"{context + 1} tokens exceed model.max_position_embeddings", lambda: model(long))
-    refused("41 tokens exceed", lambda: model.generate(long, max_new_tokens=1))
+    refused(
+        "has 41 tokens, padding included, and the model takes 40",
+        lambda: model.generate(long, max_new_tokens=1),
+    )
     refused("neither of input_ids and inputs_embeds", lambda: model())
     refused("both of input_ids", lambda: model(x, inputs_embeds=torch.zeros(2, 9, 32)))
     refused("inputs_embeds have shape", lambda: model(inputs_embeds=torch.zeros(2, 9)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -128,6 +129,27 @@ def test_logits_are_the_packages_bit_for_bit(loaded):
     assert torch.equal(found["tokens"], model.generate(IDS, max_new_tokens=8, do_sample=False))
 
 
+def test_the_lines_of_a_card_ask_nothing(tiny_run, tmp_path):
+    """Where the package is missing and nobody answers, each line runs as it stands, unasked."""
+    from skipless.hf.exporting import export_model
+
+    export_model(tiny_run, tmp_path / "out", remote_code=True)
+    card = (tmp_path / "out" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    environment = os.environ | {
+        "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }  # fmt: skip
+    program = WITHOUT.split("import json")[0] + code
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "out", env=environment, text=True,
+        capture_output=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("The king said")
+    assert "trust_remote_code" not in done.stderr and "of type" not in done.stderr, done.stderr
+
+
 @torch.no_grad()
 def test_a_classifier(loaded):
     model, found = loaded["classifier"]
@@ -200,8 +222,6 @@ def test_other_folders_are_refused(tmp_path):
 
 def test_a_run_exported_with_its_code_and_card(tiny_run, tmp_path, monkeypatch, capsys, cache):
     """The lines under Use of its card run where the card lies."""
-    import re
-
     from skipless.cli import main
 
     folder = tmp_path / "out"

@@ -59,6 +59,8 @@ BY_NAME = [
     "ArceeForCausalLM",
     "LlamaConfig",
     "LlamaForCausalLM",
+    "GenerationMixin._prepare_attention_mask_for_generation",
+    "GenerationMixin._prepare_generated_length",
     "GenerationMixin.generate",
     "GenerationMixin.prepare_inputs_for_generation",
     "PreTrainedModel._init_weights",

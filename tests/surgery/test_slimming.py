@@ -78,6 +78,9 @@ def test_a_run_is_pruned_folded_and_read_by_everything(rezero, tmp_path, capsys)
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer("the king").input_ids == after.tokenizer.encode("the king")
+    for settings in (stock.config, stock.generation_config):
+        ends = {settings.eos_token_id, settings.pad_token_id}
+        assert ends == {after.tokenizer.eos_id} == {tokenizer.pad_token_id}
     assert tokenizer.model_max_length == after.config.model.max_position_embeddings
     texts = ["the", "the king said lord"]
     batch = tokenizer(texts, return_tensors="pt", padding=True)  # on the left, as generate wants

@@ -56,12 +56,13 @@ def _of_packed() -> list[str]:
 
 def _of_transformers(facts: Facts) -> list[str]:
     kind = "SequenceClassification" if facts.is_classifier else "CausalLM"
+    # The tokenizer needs no code, but AutoTokenizer reads config.json, which names some, and asks.
     trust = ", trust_remote_code=True" if facts.has_code else ""
     lines = [
         f"from transformers import AutoModelFor{kind}, AutoTokenizer",
         "",
         f"model = AutoModelFor{kind}.from_pretrained({_HERE}{trust})",
-        f"tokenizer = AutoTokenizer.from_pretrained({_HERE})",
+        f"tokenizer = AutoTokenizer.from_pretrained({_HERE}{trust})",
         f'inputs = tokenizer({facts.config.evaluate.prompt!r}, return_tensors="pt")',
     ]
     if facts.is_classifier:

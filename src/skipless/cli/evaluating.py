@@ -173,7 +173,8 @@ def _ask(
         if run is not None:
             from skipless.hf.converting import from_transformer
 
-            model, tokenizer = from_transformer(model), tokenizer.for_transformers(subject.limit)
+            model = from_transformer(model)
+            tokenizer = tokenizer.for_transformers(subject.limit, split_special_tokens=True)
         summary, documents = run_lm_eval(model, tokenizer, tasks, **options), []
     else:
         from skipless.evaluate.tasks import score_tasks

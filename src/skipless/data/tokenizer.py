@@ -42,16 +42,20 @@ class Tokenizer:
             raise UserError(f"{path} has no tokens; train a tokenizer or name another one")
         self.vocab_size: int = max(ids) + 1
 
-    def for_transformers(self, max_length: int) -> Any:
-        """The same as transformers' PreTrainedTokenizerFast: it pads on the left, and reads the
-        separator in a text as ordinary characters, as in training."""
+    def for_transformers(self, max_length: int, *, split_special_tokens: bool = False) -> Any:
+        """The same as transformers' PreTrainedTokenizerFast, padding on the left.
+
+        There `tokenizer(text + tokenizer.eos_token)` ends in the separator's id, as people who
+        fine-tune expect of every tokenizer. `split_special_tokens` reads these characters as any
+        others, as `encode` does: for texts that one did not write.
+        """
         from transformers import PreTrainedTokenizerFast
 
         eos = None if self.eos_id is None else self.inner.id_to_token(self.eos_id)
         return PreTrainedTokenizerFast(
             tokenizer_file=str(self.path), eos_token=eos, pad_token=eos, padding_side="left",
             model_max_length=max_length, model_input_names=["input_ids", "attention_mask"],
-            split_special_tokens=True, clean_up_tokenization_spaces=False,
+            split_special_tokens=split_special_tokens, clean_up_tokenization_spaces=False,
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:

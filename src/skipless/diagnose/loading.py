@@ -76,7 +76,7 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
     else:
         model = _load(source, transformers)
     return Subject(
-        name=name, model=model.eval(), tokenizer=_tokenizer(source, transformers),
+        name=name, model=model.eval(), tokenizer=_tokenizer(source, model, transformers),
         limit=num_positions(model), source=source,
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def load_packed(name: str) -> Subject:
     else:
         import transformers
 
-        tokenizer, limit = _tokenizer(name, transformers), num_positions(model)
+        tokenizer, limit = _tokenizer(name, model, transformers), num_positions(model)
     return Subject(name=name, model=model, tokenizer=tokenizer, limit=limit, source=name)
 
 
@@ -189,13 +189,15 @@ def _model_type(path: Path) -> str | None:
         return None
 
 
-def _tokenizer(source: str, transformers: Any) -> Any:
+def _tokenizer(source: str, model: Any, transformers: Any) -> Any:
     folder = Path(source)
     names = ("tokenizer*", "vocab*", "merges*", "*.model")
     if folder.is_dir() and not any(file for name in names for file in folder.glob(name)):
         return None  # for some families transformers makes one without words
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        if getattr(model.config, "model_type", None) == "skipless":
+            tokenizer.split_special_tokens = True  # a text means what it means to the run
         tokenizer("a")  # settings that do not fit are noticed only here
         return tokenizer
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError):

@@ -21,6 +21,8 @@ __all__ = [
     "attention_probabilities",
     "check_given",
     "check_labels",
+    "check_length",
+    "check_padding_side",
     "checked_positions",
 ]
 
@@ -89,6 +91,35 @@ def check_labels(labels: Tensor, shape: tuple[int, ...], size: int) -> None:
                 f"labels hold {int(wrong[0])}; 0 to {size - 1} were expected, or -100 where "
                 "nothing is asked"
             )
+
+
+def check_padding_side(mask: Any) -> None:
+    """Raise UserError for prompts [B, T] that end in padding: what is written would follow it."""
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.numel():
+        padded = int((mask[:, -1] == 0).sum())
+        if padded:
+            raise UserError(
+                f"{padded} of {mask.shape[0]} prompts end in padding, and generate goes on after "
+                "the last place; pad on the left (tokenizer.padding_side = 'left')"
+            )
+
+
+def check_length(prompt: int, total: int, limit: int) -> None:
+    """Raise UserError where prompts of `prompt` tokens cannot grow to `total`.
+
+    The last token of a text is not read again, so that a text may be one longer than `limit`.
+    """
+    if prompt > limit:
+        raise UserError(
+            f"the prompt has {prompt} tokens, padding included, and the model takes {limit} "
+            "(config.max_position_embeddings); shorten it"
+        )
+    if total > limit + 1:
+        raise UserError(
+            f"a prompt of {prompt} tokens and {total - prompt} new ones exceed the {limit} that "
+            "the model takes (config.max_position_embeddings); set max_new_tokens to "
+            f"{limit + 1 - prompt} at most"
+        )
 
 
 def _kind(tensor: Tensor) -> str:

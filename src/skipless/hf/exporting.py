@@ -91,6 +91,10 @@ def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> Export
         if len(names) == run.config.model.num_labels == len(set(names)):
             more["id2label"] = dict(enumerate(names))
             more["label2id"] = {name: label for label, name in enumerate(names)}
+    if run.tokenizer.eos_id is not None:
+        more["pad_token_id"] = run.tokenizer.eos_id  # as the tokenizer below
+        if run.config.model.num_labels is None:
+            more["eos_token_id"] = run.tokenizer.eos_id
     model = from_transformer(run.model, **more)
     tokenizer = run.tokenizer.for_transformers(run.config.model.max_position_embeddings)
     _check_tokenizer(tokenizer, run.tokenizer)
@@ -110,7 +114,8 @@ def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> Export
 
 def _check_tokenizer(made: PreTrainedTokenizerFast, own: Any) -> None:
     for text in ("The king said: “no more”, and went.\n\n  42", "a<|endoftext|>b"):
-        found, expected = made(text, add_special_tokens=False)["input_ids"], own.encode(text)
+        options = {"add_special_tokens": False, "split_special_tokens": True}  # as `encode` does
+        found, expected = made(text, **options)["input_ids"], own.encode(text)
         if found != expected or made.decode(found) != own.decode(expected):
             raise UserError(
                 f"transformers' tokenizer cuts {text!r} otherwise than {own.path} in training; "
@@ -140,6 +145,7 @@ def _compare(folder: Path, model: Transformer, name: str) -> tuple[float, int]:
         return difference, 0
     wanted = min(COMPARED, own.config.max_position_embeddings - length)
     own_tokens = own.generate(ids, wanted)
+    again.generation_config.eos_token_id = None  # the own decoder goes on after the end of a text
     for cached in (True, False) if _has_attention(own) else (False,):
         tokens = again.generate(ids, max_new_tokens=wanted, do_sample=False, use_cache=cached)
         if not torch.equal(tokens, own_tokens):

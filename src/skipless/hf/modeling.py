@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutputWithPast
 
-from skipless.hf.arguments import as_asked, check_labels
+from skipless.hf.arguments import (
+    as_asked,
+    check_labels,
+    check_length,
+    check_padding_side,
+)
 from skipless.hf.body import SkiplessModel, SkiplessPreTrainedModel
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.past import CACHE_NAME, the_cache
@@ -83,6 +88,41 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
             hidden_states=out.hidden_states, attentions=out.attentions,
         )  # fmt: skip
         return as_asked(whole, self.config, return_dict)
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As transformers' own.
+
+        Raises UserError, before anything is computed, for prompts padded on the right and for
+        lengths beyond `config.max_position_embeddings`.
+        """
+        check_padding_side(options.get("attention_mask"))
+        return super().generate(*args, **options)
+
+    def _prepare_attention_mask_for_generation(self, *args: Any, **options: Any) -> Tensor:
+        """The mask that transformers tells by `pad_token_id` where none was given."""
+        mask = super()._prepare_attention_mask_for_generation(*args, **options)
+        check_padding_side(mask)
+        return mask
+
+    def _prepare_generated_length(
+        self,
+        generation_config: Any,
+        *,
+        input_ids_length: int,
+        inputs_tensor: Tensor,
+        **options: Any,
+    ) -> Any:
+        """Here transformers knows how long the texts may become, and has computed nothing yet."""
+        made = super()._prepare_generated_length(
+            generation_config, input_ids_length=input_ids_length, inputs_tensor=inputs_tensor,
+            **options,
+        )  # fmt: skip
+        total = made.max_length
+        if not input_ids_length:  # embeddings, whose tokens transformers does not count
+            input_ids_length = inputs_tensor.shape[1]
+            total += input_ids_length
+        check_length(input_ids_length, total, self.config.max_position_embeddings)
+        return made
 
 
 class SkiplessForSequenceClassification(SkiplessPreTrainedModel):

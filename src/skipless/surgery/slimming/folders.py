@@ -149,6 +149,9 @@ def fold_folder(
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    if source.run is not None and source.run.tokenizer.eos_id is not None:
+        for settings in (plain.config, plain.generation_config):  # as the tokenizer that is copied
+            settings.eos_token_id = settings.pad_token_id = source.run.tokenizer.eos_id
     with written_folder(target) as temporary:
         plain.save_pretrained(temporary)
         source.copy_tokenizer(temporary)
