@@ -12,9 +12,9 @@ tasks `worst`, the largest difference of a log-likelihood in nats, and `greedy_d
 requests of which the two disagree on `is_greedy`. Accuracies are ours.
 
 lm-eval itself computes a context once for several answers of one token (BoolQ). The column `floor`
-says what is left to win: the time of the blocks' matrix products alone, over every token that the
-requests do not share once, in the shapes of our trees, over lm-eval's time. No scorer that
-computes those tokens with torch's float32 kernels is below it.
+says what is left to win: the time of the blocks' matrix products alone, on as many tokens a pass as
+our scorer's passes have, over lm-eval's time. No scorer that computes those tokens with torch's
+float32 kernels is below it.
 
 Finished tasks are kept in `--out`, so that an interrupted run goes on. Needs the extra `eval`.
 Prints a table and one JSON line.
@@ -28,6 +28,8 @@ import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,9 @@ from _finished import Finished
 
 from skipless.evaluate.tasks import CORE8, Coder, find_tasks, score_requests
 from skipless.evaluate.tasks.asking import Questions, ask
-from skipless.evaluate.tasks.encoding import Encoded
 from skipless.evaluate.tasks.harness import wrap
 from skipless.evaluate.tasks.local import PREFIX, local_tasks
-from skipless.evaluate.tasks.scoring import BATCH_TOKENS, choose_mode
-from skipless.evaluate.tasks.trees import grow, plan_trees
+from skipless.evaluate.tasks.scoring import choose_mode
 from skipless.pretrained import fetch_model
 
 
@@ -56,13 +56,15 @@ def measure(name: str, tasks: Any, model: Any, coder: Coder, lm: Any, args: Any)
     for start in range(0, len(asked.items), args.chunk):
         places = range(start, min(start + args.chunk, len(asked.items)))
         theirs = [instance for i in places for instance in instances[i]]
-        began = time.process_time()
-        mine = score_requests(model, [asked.encoded[i] for i in places], mode=mode).scores
-        between = time.process_time()
-        found = lm.loglikelihood(theirs, disable_tqdm=True)
-        theirs_s += time.process_time() - between
+        with passes(model) as sizes:
+            began = time.process_time()
+            mine = score_requests(model, [asked.encoded[i] for i in places], mode=mode).scores
+            between = time.process_time()
         ours_s += between - began
-        floor_s += products([r for i in places for r in asked.encoded[i]], model)
+        began = time.process_time()
+        found = lm.loglikelihood(theirs, disable_tqdm=True)
+        theirs_s += time.process_time() - began
+        floor_s += products(sizes, model)
         for one, (likelihood, greedy) in zip([s for q in mine for s in q], found, strict=True):
             worst = max(worst, abs(one.log_likelihood - likelihood))
             greedy_differs += one.is_greedy != greedy
@@ -99,12 +101,20 @@ def instances_of(name: str, asked: Questions, tasks: Any, limit: int) -> list[li
     return everything
 
 
-def products(requests: list[Encoded], model: Any) -> float:
-    """CPU seconds of the matrix products of the model's blocks in passes as `score_requests`'s."""
+@contextmanager
+def passes(model: Any) -> Iterator[list[int]]:
+    """The number of tokens of every pass inside."""
+    sizes: list[int] = []
+    hook = model.register_forward_pre_hook(lambda _, args: sizes.append(args[0].numel()))
+    yield sizes
+    hook.remove()
+
+
+def products(sizes: list[int], model: Any) -> float:
+    """CPU seconds of the matrix products of the model's blocks, on so many tokens a pass."""
     body = [x for x in model.get_decoder().modules() if isinstance(x, torch.nn.Linear)]
     seconds = 0.0
-    for numbers in plan_trees(requests, BATCH_TOKENS):
-        size = len(grow([requests[n] for n in numbers]).ids)
+    for size in sizes:
         rows = {width: torch.randn(size, width) for width in {x.in_features for x in body}}
         began = time.process_time()
         with torch.inference_mode():
