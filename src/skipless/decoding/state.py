@@ -159,7 +159,9 @@ class BlockState:
         temperature = attention.temperature
         if temperature.length_scaled:
             raise UserError("its temperature depends on the number of visible keys")
-        scale = torch.full((attention.num_heads,), temperature.scaling)
+        scale = torch.full(
+            (attention.num_heads,), temperature.scaling, dtype=torch.float32, device="cpu"
+        )
         if temperature.tau is not None:
             self._watch(temperature, "tau")
             scale = scale * temperature.tau.detach().float()

@@ -51,7 +51,7 @@ def error_propagation(
     """
     model = unwrapped(model)
     sites = find_sites(model, "stream")
-    totals = {site.name: torch.zeros(2, dtype=torch.float64) for site in sites}
+    totals = {site.name: torch.zeros(2, dtype=torch.float64, device="cpu") for site in sites}
     order: dict[str, None] = {}
     with quantized(
         model, scheme, scope, method=method, calibration=calibration, include_head=include_head
@@ -64,7 +64,8 @@ def error_propagation(
                 order.setdefault(name)
                 x, near = (without_padding(y, batch) for y in (stream, approximate[name]))
                 error = _square_sum(near - x)
-                totals[name] += torch.tensor([error, _square_sum(x)], dtype=torch.float64)
+                energy = _square_sum(x)
+                totals[name] += torch.tensor([error, energy], dtype=torch.float64, device="cpu")
     if not order:
         raise UserError("there is no batch to follow the error on; give at least one")
     by_name = {site.name: site for site in sites}

@@ -84,7 +84,7 @@ def pack_weight(
         return tensors
     packed = pack_bits(matrix, bits) if bits <= 8 else matrix.to(torch.int16)[..., None]
     tensors["weight_packed" if form == "pack-quantized" else "weight"] = packed
-    tensors["weight_shape"] = torch.tensor(matrix.shape)
+    tensors["weight_shape"] = torch.tensor(matrix.shape, device="cpu")
     return tensors
 
 

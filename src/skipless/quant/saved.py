@@ -193,7 +193,7 @@ def resume(model: nn.Module, tensors: Mapping[str, Tensor], settings: Mapping[st
 
 def _end(value: float) -> Tensor:
     """An end of a range in the dtype it was found in: float32, of double models float64."""
-    wide = torch.tensor(value, dtype=torch.float64)
+    wide = torch.tensor(value, dtype=torch.float64, device="cpu")
     return wide.float() if wide.float() == wide else wide
 
 

@@ -56,7 +56,7 @@ def activation_codes(
     """
     rows = x.detach().reshape(-1, x.shape[-1])
     if rows.numel() == 0:
-        ones = torch.ones(1, device=x.device)
+        ones = torch.ones(1, dtype=torch.float32, device=x.device)
         return torch.zeros(rows.shape, dtype=torch.int16, device=x.device), ones
     given = not isinstance(clip, str)
     clip = clip.to(x.device) if isinstance(clip, Tensor) else clip

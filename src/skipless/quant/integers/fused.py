@@ -51,7 +51,7 @@ class Step:
         """Tell the forward state which inputs were not finite."""
         for place, site in enumerate(self.sites):
             if bad >> place & 1:
-                site.state.note_scale(site.site.name, torch.tensor(torch.nan))
+                site.state.note_scale(site.site.name, torch.tensor(torch.nan, device="cpu"))
 
 
 class Builder:
@@ -132,7 +132,8 @@ def _step(site: ActivationQuantizer) -> float:
     if isinstance(site.clip, tuple):
         raise UserError(f"{site.site.name} has a zero point, which a fused step does not know")
     limit = 2 ** (site.bits - 1) - 1
-    clip = torch.as_tensor(site.clip).to(torch.float32)  # as `fake.quantizer` computes it
+    # as `fake.quantizer` computes it
+    clip = torch.as_tensor(site.clip, dtype=torch.float32, device="cpu")
     return float(clip.clamp_min(torch.finfo(torch.float32).tiny * limit) / limit)
 
 
@@ -250,7 +251,7 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if kernel is None:
         return nn.functional.linear(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    out = torch.empty(*x.shape[:-1], len(weight))
+    out = torch.empty(*x.shape[:-1], len(weight), dtype=torch.float32, device="cpu")
     building.loaded(kernel.name).skipless_dense(
         rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), len(rows),
         rows.shape[1], len(weight), out.data_ptr(), torch.get_num_threads(),

@@ -123,9 +123,11 @@ def worst_case(problem: Problem) -> list[tuple[str, Tensor, Tensor]]:
 
     def codes(rows: int, limit: int) -> Tensor:
         shape = (rows, width)
-        return torch.randint(-limit, limit + 1, shape, generator=generator, dtype=torch.int16)
+        return torch.randint(
+            -limit, limit + 1, shape, generator=generator, dtype=torch.int16, device="cpu"
+        )
 
-    sign = torch.ones(width, dtype=torch.int16)
+    sign = torch.ones(width, dtype=torch.int16, device="cpu")
     sign[1::2] = -1
     x, w = sign.new_full((3, width), qa), sign.new_full((problem.out_features, width), qw)
     return [
@@ -140,7 +142,7 @@ def worst_case(problem: Problem) -> list[tuple[str, Tensor, Tensor]]:
 
 def _compare(engine: Engine, problem: Problem) -> tuple[str, str] | None:
     """None if right, else (state, what came out)."""
-    ones = torch.ones(problem.out_features, device=problem.device)
+    ones = torch.ones(problem.out_features, dtype=torch.float32, device=problem.device)
     for name, x, w in worst_case(problem):
         expected = x.to(torch.int64) @ w.to(torch.int64).t()
         prepared = engine.prepare(w.to(problem.device), ones, problem)
@@ -166,7 +168,7 @@ def _speed(engine: Engine, device: str, activation_bits: int) -> tuple[float, ..
     )  # fmt: skip
     if engine.refuses(problem):
         return ()
-    scale = torch.ones(out, device=device)
+    scale = torch.ones(out, dtype=torch.float32, device=device)
     weight = torch.randint(-127, 128, (out, width), dtype=torch.int16, device=device)
     # Visited in turn, as in a network: a single one would stay in a cache that no model fits in.
     prepared = [engine.prepare(weight, scale, problem) for _ in range(_COPIES)]

@@ -71,8 +71,8 @@ class KernelEngine(Engine):
             rows = rows.contiguous()
         bias = _contiguous(bias)
         count, width = rows.shape
-        out = torch.empty(count, problem.out_features)
-        scales = torch.empty(count if per_token or step > 0 else 1)
+        out = _empty(torch.float32, count, problem.out_features)
+        scales = _empty(torch.float32, count if per_token or step > 0 else 1)
         form, block = self.form(prepared)
         self._library().skipless_linear(
             rows.data_ptr(), count, width, rows.stride(0), problem.largest_activation,
@@ -91,8 +91,8 @@ class KernelEngine(Engine):
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         padded = width + -width % 8
-        codes = torch.empty(count, padded, dtype=torch.int16)
-        scales = torch.empty(count if per_token or step > 0 else 1)
+        codes = _empty(torch.int16, count, padded)
+        scales = _empty(torch.float32, count if per_token or step > 0 else 1)
         self._library().skipless_quantize(
             rows.data_ptr(), count, width, rows.stride(0), padded, 2 ** (bits - 1) - 1,
             int(per_token), step, codes.data_ptr(), scales.data_ptr(), torch.get_num_threads(),
@@ -146,6 +146,11 @@ def _check_place(rows: Tensor) -> None:
             f"the C++ kernel reads memory of the CPU and the rows are on {rows.device}; move them "
             "with .cpu(), or use the engine 'float'"
         )
+
+
+def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Memory for the kernel to write to, whatever torch's default dtype and device are."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:

@@ -48,7 +48,7 @@ class StackStep:
         self._steps.append(step)
 
     def _vector(self, value: Any, width: int) -> int | None:
-        whole = torch.as_tensor(value, dtype=torch.float32).detach().cpu().expand(width)
+        whole = torch.as_tensor(value, dtype=torch.float32, device="cpu").detach().expand(width)
         return self._made.address(whole.contiguous())
 
     def finish(self) -> None:

@@ -70,7 +70,8 @@ def kmeans(x: Tensor, bits: int, granularity: str = "tensor") -> Tensor:
     ordered = rows.sort(-1).values
     sums = torch.nn.functional.pad(ordered.double().cumsum(-1), (1, 0))
     number = 2**bits
-    places = (torch.arange(number, device=rows.device) + 0.5) / number * ordered.shape[1]
+    entries = torch.arange(number, dtype=torch.float32, device=rows.device)
+    places = (entries + 0.5) / number * ordered.shape[1]
     centres = ordered[:, places.long()].clone()
     for _ in range(ITERATIONS):
         ends = _borders(ordered, centres)

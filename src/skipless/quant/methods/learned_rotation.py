@@ -116,7 +116,7 @@ def _plan(session: Session, seed: int) -> Plan:
         source, size = found
         first, width = int(source.channels.min()), int(source.channels.unique().numel())
         which = (source.channels[::size] - first).cpu() // size
-        every, part = torch.arange(width // size), slice(first, first + width)
+        every, part = torch.arange(width // size, device="cpu"), slice(first, first + width)
         layer(source.name).writes = (len(plan.turns), every, part)
         for name in session.members(group):
             layer(name).reads = (len(plan.turns), which)
@@ -139,7 +139,7 @@ def _add_stream(
     layer: Callable[[str], TurnedLayer],
     turn: Orthogonal,
 ) -> None:
-    number, one = len(plan.turns), torch.zeros(1, dtype=torch.long)
+    number, one = len(plan.turns), torch.zeros(1, dtype=torch.long, device="cpu")
     trial = [
         TurnedLayer(name=name, writes=(0, one, slice(0, stream.width))) for name in stream.writers
     ]

@@ -34,7 +34,8 @@ class Orthogonal:
         device: torch.device | str = "cpu",
     ) -> None:
         """Start at Hadamard matrices whose rows get random signs, on `device` if it has float64."""
-        signs = torch.randint(2, (number, width, 1), generator=generator).double() * 2 - 1
+        drawn = torch.randint(2, (number, width, 1), generator=generator, device="cpu")
+        signs = drawn.double() * 2 - 1
         start = signs * nearest_orthogonal(rotation(width))
         self.start = start if torch.device(device).type == "mps" else start.to(device)
         self.free = torch.zeros_like(self.start, requires_grad=True)

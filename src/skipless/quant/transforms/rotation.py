@@ -9,18 +9,37 @@ outlier itself. Read by the methods `hadamard` and `stream`, and by `skipless.di
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from skipless.quant.replacing import moved
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _SEEDS = {12: ("one", 11), 20: ("one", 19), 28: ("two", 13), 36: ("two", 17)}
 
 
-@lru_cache(maxsize=8)
-@torch.inference_mode(False)  # what is kept may meet gradients later
+def _kept(number: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator of what is computed once in a process, the last `number` results: on the CPU and
+    outside of inference mode, since who asks next may be elsewhere, or want gradients."""
+
+    def kept(function: Callable[P, T]) -> Callable[P, T]:
+        @lru_cache(maxsize=number)
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            with torch.inference_mode(False), torch.device("cpu"):
+                return function(*args, **kwargs)
+
+        return cast(Callable[P, T], called)
+
+    return kept
+
+
+@_kept(8)
 def rotation(width: int) -> Tensor:
     """An orthogonal matrix [width, width], float32; the same one each time."""
     generator = torch.Generator().manual_seed(width)
@@ -60,8 +79,7 @@ class Rotate:
         return (outer.T @ (x @ inner)).flatten(-2)
 
 
-@lru_cache(maxsize=32)
-@torch.inference_mode(False)
+@_kept(32)
 def _factors(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Signs [width], outer [P, P] and inner [m, m] with R = diag(signs) (outer kron inner)."""
     if hadamard(width) is None and width & -width < 16:  # one random orthogonal matrix
@@ -107,6 +125,7 @@ def hadamard(order: int) -> Tensor | None:
         if _is_power(order, size):
             power = order // size
             found = torch.ones(1, 1) if size == 1 else _paley(*_SEEDS[size])
+            found = found.float()  # whatever torch's default is; the numbers are whole
             while power > 1:
                 found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
                 power //= 2

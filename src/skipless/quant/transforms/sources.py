@@ -86,8 +86,8 @@ def rotates_in_blocks(
     for size in blocks:
         if width % size or group.width % size:
             continue
-        turn = torch.linalg.qr(torch.randn(size, size, generator=generator)).Q
-        turn = turn.to(now)
+        drawn = torch.randn(size, size, dtype=torch.float32, device="cpu", generator=generator)
+        turn = torch.linalg.qr(drawn).Q.to(now)
 
         def turned(x: Tensor, turn: Tensor = turn, size: int = size) -> Tensor:
             return (x.unflatten(-1, (-1, size)) @ turn).flatten(-2)
@@ -126,7 +126,8 @@ def _slices(module: nn.Module, wanted: int) -> Iterator[tuple[int, int]]:
 
 def _factors(width: int, module: nn.Module) -> Tensor:
     weight: Tensor = module.weight  # type: ignore[assignment]
-    drawn = torch.rand(width, generator=torch.Generator().manual_seed(width))
+    generator = torch.Generator().manual_seed(width)
+    drawn = torch.rand(width, dtype=torch.float32, device="cpu", generator=generator)
     return torch.exp2(4 * drawn - 2).to(weight)  # 1/4 to 4
 
 

@@ -37,7 +37,7 @@ class TurnedLayer:
     """(which of the plan's turns, for each block of input channels which of its matrices)."""
     writes: tuple[int, Tensor, slice] | None = None
     """The same of the output channels in a slice."""
-    matrix: Tensor = field(default_factory=lambda: torch.empty(0))
+    matrix: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
     """[out, in] before rotating, with the gain of the norm in front."""
     bias: Tensor | None = None
 
