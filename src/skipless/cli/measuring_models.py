@@ -151,7 +151,7 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
     from skipless.diagnose.loading import load_packed, load_subject
     from skipless.diagnose.texts import read_batches
     from skipless.evaluate import loss
-    from skipless.surgery.checking import check_finite
+    from skipless.surgery.checking import check_batches, check_finite
 
     subject = load_packed(name) if is_packed(Path(name)) else load_subject(name)
     check_finite(subject.model, name)
@@ -162,6 +162,7 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
     batches = read_batches(subject, text, None, num_tokens or 8192, None).batches
     ids = [batch[0] if isinstance(batch, tuple) else batch for batch in batches]
     tell_fewer(num_tokens, sum(map(torch.numel, ids)), ids[0].shape[1])
+    check_batches(subject.model, batches)
     report = loss(subject.model, batches)
     return {
         "held_out_loss": report.nats, "perplexity": report.perplexity,

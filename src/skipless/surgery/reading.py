@@ -22,7 +22,15 @@ from skipless.pretrained.beside import check_beside
 from skipless.surgery.checking import check_finite
 from skipless.surgery.sources import class_name, read_config
 
-__all__ = ["check_layers", "check_shapes", "no_next_token", "read_language_model", "read_model"]
+__all__ = [
+    "check_layers",
+    "check_shapes",
+    "check_whole",
+    "no_next_token",
+    "read_language_model",
+    "read_model",
+    "without_warnings",
+]
 
 
 def read_model(folder: Path, cls: Any = None, dtype: Any = "auto") -> Any:
@@ -45,14 +53,14 @@ def read_model(folder: Path, cls: Any = None, dtype: Any = "auto") -> Any:
         name = cls.__name__
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
     try:
-        with _without_warnings():
+        with without_warnings():
             model, report = cls.from_pretrained(folder, **options)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # the validators of configs have exceptions of their own
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{folder} cannot be loaded as {name}: {reason}") from None
-    _check_whole(folder, model, report)
+    check_whole(folder, model, report)
     check_finite(model, str(folder))
     return model.eval()
 
@@ -111,7 +119,7 @@ def no_next_token(model: Any) -> str:
     return ""
 
 
-def check_shapes(folder: Path, report: dict[str, Any]) -> None:
+def check_shapes(folder: Path | str, report: dict[str, Any]) -> None:
     """Raise UserError if transformers' loading `report` has a weight of another shape."""
     for key, *shapes in sorted(report["mismatched_keys"]):
         found, wanted = (list(shape) for shape in shapes)
@@ -143,7 +151,9 @@ def check_layers(folder: Path | str, model: nn.Module, unexpected: Iterable[str]
         )
 
 
-def _check_whole(folder: Path, model: nn.Module, report: dict[str, Any]) -> None:
+def check_whole(folder: Path | str, model: nn.Module, report: dict[str, Any]) -> None:
+    """Raise UserError unless transformers' loading `report` says that the files hold every weight
+    of `model`, in its shape, and no layer beyond."""
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
@@ -177,8 +187,8 @@ def _own_classes(config: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """transformers' table of missing weights stays away: one sentence says it."""
+def without_warnings() -> Iterator[None]:
+    """Keep transformers' table of missing weights away: one sentence says it."""
     from transformers.utils import logging
 
     level = logging.get_verbosity()
