@@ -31,6 +31,7 @@ import torch
 from skipless.config import ConnectionConfig, ModelConfig
 from skipless.decoding import fuse
 from skipless.model import Transformer
+from skipless.packages import not_installed
 from skipless.quant import integer_layers, quantize, to_integer
 from skipless.quant.integers.building import supported_levels
 from skipless.quant.integers.layers import integer_state
@@ -256,7 +257,7 @@ def main() -> None:
 
             ways["onnxruntime"] = Runtime(integer, arguments.threads, capacity)
         except ImportError:
-            print("onnxruntime is not installed; pip install 'skipless[onnx]' to compare with it")
+            print(f"{not_installed('onnx', 'onnxruntime')}, to compare with it")
     ids = torch.randint(config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     tokens = {name: way.start(ids) for name, way in ways.items()}
     for name, other in (("integers", "float32"), ("onnxruntime", "integers")):

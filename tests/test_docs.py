@@ -53,7 +53,7 @@ def run_block(source: str, page: Path, line: int, names: dict) -> str:
             except UnreachableError as error:
                 pytest.skip(f"offline: {error}")
             except UserError as error:
-                if "not installed; pip install" in str(error):
+                if "not installed; install" in str(error):
                     pytest.skip(str(error))
                 raise
         whole += out.getvalue()

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "skipless"
 FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
     ("errors",),
-    ("unread", "files"),
+    ("unread", "files", "packages"),
     ("jsonable",),
     ("scheme",),
     ("ranges",),

@@ -211,7 +211,7 @@ def run(words: list[str]) -> int:
     except UnreachableError as error:
         pytest.skip(f"offline: {error}")
     except UserError as error:
-        if "not installed; pip install" in str(error):
+        if "not installed; install" in str(error):
             pytest.skip(str(error))
         raise
     except SystemExit as end:

@@ -75,7 +75,7 @@ def test_no_text_and_no_package(rows, monkeypatch):
     with pytest.raises(UserError, match="holds no text"):
         data.fetch("hf:owner/name")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
+    with pytest.raises(UserError, match="pip install 'datasets"):
         data.fetch("hf:owner/name")
 
 

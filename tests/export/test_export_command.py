@@ -62,8 +62,8 @@ def test_packed_folders_are_read_back(tiny_run, tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_as_onnx(tiny_run, tmp_path, capsys):
-    pytest.importorskip("onnx", reason="pip install 'skipless[onnx]'")
-    pytest.importorskip("onnxruntime", reason="pip install 'skipless[onnx]'")
+    pytest.importorskip("onnx", reason="pip install -e '.[onnx]'")
+    pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
     folder, file = tmp_path / "folder", tmp_path / "a.onnx"
     assert main(["export", str(tiny_run), "--format", "onnx", "--out", str(folder)]) == 0
     said = capsys.readouterr().out
@@ -96,8 +96,8 @@ def test_a_run_as_onnx(tiny_run, tmp_path, capsys):
 
 
 def test_onnx_of_a_foreign_model_is_refused(tmp_path, capsys):
-    pytest.importorskip("onnx", reason="pip install 'skipless[onnx]'")
-    pytest.importorskip("onnxruntime", reason="pip install 'skipless[onnx]'")
+    pytest.importorskip("onnx", reason="pip install -e '.[onnx]'")
+    pytest.importorskip("onnxruntime", reason="pip install -e '.[onnx]'")
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama/config.json").write_text('{"model_type": "llama"}')
     words = ["export", str(tmp_path / "llama"), "--format", "onnx", "--out", str(tmp_path / "o")]

@@ -24,7 +24,7 @@ from skipless.surgery import patch, save_pretrained
 from skipless.surgery.slimming.stock import to_stock
 from skipless.train import load_run, train
 
-gguf = pytest.importorskip("gguf", reason="pip install 'skipless[export]'")
+gguf = pytest.importorskip("gguf", reason="pip install -e '.[export]'")
 transformers = pytest.importorskip("transformers")
 
 IDS = torch.randint(300, (2, 30), generator=torch.Generator().manual_seed(5))
@@ -323,4 +323,4 @@ def test_an_interrupted_or_unwritable_file(rezero, tmp_path, monkeypatch):
     )
     with pytest.raises(UserError) as told:
         export_gguf(plain, tmp_path / "a.gguf")
-    assert str(told.value) == "gguf is not installed; pip install 'skipless[export]'"
+    assert str(told.value) == "gguf is not installed; install it with `pip install 'gguf>=0.17'`"

@@ -25,7 +25,7 @@ from skipless.quant import quantize
 
 from .onnx_models import IDS, build, distance, feed
 
-REASON = "pip install 'skipless[onnx]'"
+REASON = "pip install -e '.[onnx]'"
 onnx = pytest.importorskip("onnx", reason=REASON)
 onnxruntime = pytest.importorskip("onnxruntime", reason=REASON)
 

@@ -20,7 +20,7 @@ from skipless.quant import fake_quantize, paused, quantization, quantize
 
 from .onnx_models import IDS, build
 
-REASON = "pip install 'skipless[onnx]'"
+REASON = "pip install -e '.[onnx]'"
 pytest.importorskip("onnx", reason=REASON)
 onnxruntime = pytest.importorskip("onnxruntime", reason=REASON)
 
@@ -197,7 +197,9 @@ def test_a_missing_package_is_told_in_one_line(tmp_path, monkeypatch):
     )
     with pytest.raises(UserError) as told:
         export_onnx(build(), tmp_path / "a.onnx")
-    assert str(told.value) == "onnxruntime is not installed; pip install 'skipless[onnx]'"
+    assert str(told.value) == (
+        "onnxruntime is not installed; install it with `pip install 'onnxruntime>=1.20'`"
+    )
 
 
 def test_weights_beyond_one_file_ask_for_a_folder(tmp_path, monkeypatch):

@@ -51,6 +51,7 @@ from skipless.cli.surgery import patch
 from skipless.cli.terminal import overview
 from skipless.cli.training import compare_connections, demo, sweep, train
 from skipless.errors import UserError, suggestion
+from skipless.packages import is_known, not_installed
 
 GROUPS = {
     "All in one": {"demo": demo},
@@ -125,6 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
         if traceback:
             raise
         print(f"skipless: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:  # an optional package that no room has asked for before
+        if traceback or error.name is None or not is_known(error.name.partition(".")[0]):
+            raise
+        print(f"skipless: {not_installed(error.name.partition('.')[0])}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         text = str(stop) or (again(words) if words[0] in RESUMING else "")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipless.errors import UserError, suggestion
+from skipless.packages import not_installed
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 
@@ -150,7 +151,7 @@ def _read_parquet(file: Path, name: str, text_key: str) -> Iterator[Document]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise UserError(f"{file} needs pyarrow; install it with `pip install pyarrow`") from None
+        raise not_installed("pyarrow", why=f"which reads {file}") from None
     try:
         table = pq.ParquetFile(file)
         columns = table.schema_arrow.names

@@ -21,6 +21,7 @@ from skipless.data.fetching import Fetched, UnreachableError, open_cached
 from skipless.errors import UserError, first_line, suggestion
 from skipless.files import atomic_path
 from skipless.locking import locked, remove_leftovers
+from skipless.packages import not_installed
 
 _OPTIONS = {"config": "", "split": "train", "characters": "100000000"}
 
@@ -68,9 +69,7 @@ def _stream(name: str, config: str, split: str, limit: int, text_key: str, folde
     try:
         import datasets  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
     except ImportError:
-        raise UserError(
-            f"hf:{name} needs the datasets package; install it with `pip install datasets`"
-        ) from None
+        raise not_installed("datasets", why=f"which reads hf:{name}") from None
     digest, num_documents, num_characters = hashlib.sha256(), 0, 0
     try:
         rows = iter(datasets.load_dataset(name, config or None, split=split, streaming=True))

@@ -15,6 +15,7 @@ from torch import nn
 
 from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
 from skipless.errors import UserError
+from skipless.packages import not_installed
 from skipless.pretrained.beside import check_beside
 from skipless.pretrained.naming import find_model
 from skipless.pretrained.positions import num_positions
@@ -62,10 +63,8 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
     try:
         import transformers
     except ImportError:
-        raise UserError(
-            "transformers is not installed, and only run directories can be read without it; "
-            "install it with `pip install -e '.[hf]'`"
-        ) from None
+        why = "and only run directories can be read without it"
+        raise not_installed("transformers", why=why) from None
     transformers.utils.logging.disable_progress_bar()
     source = find_model(name)
     if Path(source).is_dir():

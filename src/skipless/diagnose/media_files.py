@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from skipless.errors import UserError
+from skipless.packages import not_installed
 
 IMAGES = (".png", ".jpg", ".jpeg")
 IN_PYTHON = "call skipless.diagnose.diagnose(model, batches) in Python with dicts of its inputs"
@@ -40,10 +41,7 @@ def open_image(path: Path) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise UserError(
-            "Pillow is not installed, which reads images; install it with `pip install pillow`, or "
-            + IN_PYTHON
-        ) from None
+        raise not_installed("PIL", why="which reads images", instead=IN_PYTHON) from None
     try:
         with Image.open(path) as image:
             return image.convert("RGB")

@@ -4,7 +4,7 @@ quantized.py           packed integers, scales and the scheme; compressed-tensor
 compressed_tensors.py  what that layout has words for
 graphs/                ONNX
 llama/                 plain Llamas, and GGUF
-packages.py places.py  what is installed, where a file may go
+places.py              where a file may go
 folders.py             from a run or a folder to each of them: `skipless export`
 """
 

@@ -27,6 +27,7 @@ from skipless.errors import UserError
 from skipless.export.quantized import is_quantized, load_quantized, read_weights, save_quantized
 from skipless.model import Transformer
 from skipless.outputs import free_folder
+from skipless.packages import need
 from skipless.quant import Scheme, quantization, quantize
 from skipless.quant.methods import needs_data, parse_methods
 from skipless.surgery.folders import sample_batch
@@ -203,9 +204,8 @@ def export_onnx_of(
     are not ours.
     """
     from skipless.export.graphs import export_onnx
-    from skipless.export.packages import need
 
-    need("onnx", "onnxruntime", extra="onnx")
+    need("onnx", "onnxruntime")
     folder = Path(model)
     if is_quantized(folder):
         if scheme is not None:

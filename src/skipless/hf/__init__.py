@@ -16,6 +16,13 @@ cache.py          keys and values as packed integers
 `fetch_model` is that of `skipless.pretrained`.
 """
 
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError:
+    from skipless.packages import not_installed
+
+    raise not_installed("transformers", why="which skipless.hf adds our models to") from None
+
 from skipless.hf.auto import PatchedConfig, register
 from skipless.hf.body import SkiplessModel
 from skipless.hf.cache import QuantizedCache

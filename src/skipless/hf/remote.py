@@ -166,7 +166,7 @@ def _rewritten(module: _Module, modules: dict[str, _Module]) -> str:
             as_ = "" if alias.asname is None else f" as {alias.asname}"
             if home not in modules and id(node) not in checking:
                 assert id(node) not in inside, "what a module needs at once is among the modules"
-                text = f"{home} is no part of this folder: pip install {PACKAGE}"
+                text = f"{home} is no part of this folder; install {PACKAGE} from its source"
                 whole.append(f'raise ImportError("{text}")')
             elif home not in modules:
                 whole.append("pass")

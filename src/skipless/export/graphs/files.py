@@ -17,7 +17,7 @@ from typing import Any
 
 from skipless.errors import UserError
 from skipless.export.graphs.nodes import IR_VERSION, OPSET, Graph
-from skipless.export.packages import need
+from skipless.packages import need
 
 LARGEST = 2**31 - 2**20
 """Bytes that fit into one file of protobuf."""
@@ -89,7 +89,7 @@ def session_options(path: str | Path, threads: int | None = None) -> Any:
 
     Raises UserError where a package is missing, and for no ONNX file.
     """
-    need("onnx", "onnxruntime", extra="onnx")
+    need("onnx", "onnxruntime")
     import onnx  # pyright: ignore[reportMissingImports]
     import onnxruntime  # pyright: ignore[reportMissingImports]
 

@@ -15,10 +15,10 @@ from skipless.errors import UserError
 from skipless.export.graphs.checking import Comparison, compare, sample_ids
 from skipless.export.graphs.decoder import build_graph, check_model
 from skipless.export.graphs.files import SAFE, SETTINGS, WEIGHTS, Beside, save_graph
-from skipless.export.packages import need
 from skipless.export.places import free_file, written_file
 from skipless.model import Transformer
 from skipless.outputs import free_folder, written_folder
+from skipless.packages import need
 from skipless.quant import evaluation_mode, quantization
 from skipless.surgery.checking import check_finite
 
@@ -57,7 +57,7 @@ def export_onnx(
     missing or `out` exists, for what no graph says, and when the logits differ; nothing is then
     written.
     """
-    need("onnx", "onnxruntime", extra="onnx")
+    need("onnx", "onnxruntime")
     if not isinstance(model, Transformer):
         raise UserError(
             f"an ONNX file is made of our Transformer, not of {type(model).__name__}; for a model "

@@ -28,8 +28,8 @@ from skipless.export.llama.tensors import (
     turning_heads,
 )
 from skipless.export.llama.vocabulary import Vocabulary, read_vocabulary
-from skipless.export.packages import need
 from skipless.export.places import free_file, written_file
+from skipless.packages import need
 from skipless.pretrained.gguf import read_gguf
 from skipless.quant import Scheme, quantization, quantize
 from skipless.surgery.slimming.folding import difference, sample_inputs
@@ -84,7 +84,7 @@ def export_gguf(
     missing or `out` exists, for what GGUF does not know, and when what is read back differs;
     nothing is then written.
     """
-    need("gguf", "transformers", extra="export")
+    need("gguf", "transformers")
     check_choice("dtype", dtype, DTYPES)
     path = free_file(out, ".gguf")
     parsed = None if scheme is None else Scheme.parse(scheme)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skipless.packages import not_installed
 from skipless.quant.integers.building import supported_levels
 from skipless.quant.integers.products import INT32_EXACT, Engine, Prepared, Problem
 
@@ -80,7 +81,7 @@ class Session:
 def _missing() -> str:
     for name in ("onnx", "onnxruntime"):
         if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed; pip install 'skipless[onnx]'"
+            return str(not_installed(name))
     return ""
 
 
