@@ -39,6 +39,19 @@ def test_compiled_and_torch_agree(compiled, n, width):
             assert getattr(fast.noise[bits], key) == pytest.approx(wanted, rel=1e-4, abs=1e-7)
 
 
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16])
+def test_another_default_dtype_changes_nothing(compiled, other):
+    x = torch.randn(9, 33, generator=torch.Generator().manual_seed(0))
+    expected = compiled(x, [7, 127])
+    torch.set_default_dtype(other)
+    try:
+        found = compiled(x, [7, 127])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
+
+
 def test_it_is_used(compiled):
     called = []
 

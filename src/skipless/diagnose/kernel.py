@@ -42,11 +42,12 @@ def fused_sums(rows: Tensor, levels: list[int]) -> Fused | None:
         return None
     rows = rows.contiguous()
     n, width = rows.shape
-    largest = torch.empty(n)
-    channels = torch.zeros(4, width, dtype=torch.float64)
-    tokens = torch.empty(4, n, dtype=torch.float64)
-    noise = torch.empty(len(levels), n)
-    counts = torch.tensor(levels, dtype=torch.float64)
+    # Named, since torch's defaults are the user's and C++ writes what it is made for.
+    narrow: Any = {"dtype": torch.float32, "device": "cpu"}
+    wide: Any = {"dtype": torch.float64, "device": "cpu"}
+    largest, noise = torch.empty(n, **narrow), torch.empty(len(levels), n, **narrow)
+    channels, tokens = torch.zeros(4, width, **wide), torch.empty(4, n, **wide)
+    counts = torch.tensor(levels, **wide)
     finite = kernel(
         rows.data_ptr(), n, width, counts.data_ptr(), len(levels), largest.data_ptr(),
         channels.data_ptr(), tokens.data_ptr(), noise.data_ptr(),
