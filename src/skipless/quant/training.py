@@ -39,6 +39,7 @@ from skipless.quant.observers import RangeObserver
 from skipless.quant.record import TRAINED, check_free
 from skipless.quant.subclasses import Replaced, combined, has_own_forward, named
 from skipless.quant.targets import WeightTarget, find_targets
+from skipless.quant.weights import as_matrix
 from skipless.scheme import Scheme, TrainingPlan
 from skipless.sites import bias_of, is_linear, weight_of
 
@@ -58,7 +59,7 @@ class _Rounding:
 
     def __call__(self, weight: Tensor) -> Tensor:
         """The rounded matrix [out, in], of a kernel [out, in * k]."""
-        matrix = weight.t() if self.transposed else weight.flatten(1)
+        matrix = as_matrix(weight, self.transposed)
         if self.bits is None:
             return matrix
         return fake_quantize(
@@ -265,8 +266,7 @@ def _learn_clips(training: QuantizedTraining, calibration: Iterable[Any] | None)
         site.fix(clip)
         training.clips.append(clip)
     for target, own in training.layers:
-        matrix = target.parameter.detach()
-        matrix = matrix.t() if target.transposed else matrix.flatten(1)
+        matrix = as_matrix(target.parameter.detach(), target.transposed)
         found = clip_range(
             matrix, target.scheme.weight_bits, granularity=target.scheme.weight_granularity,
             clip="mse",

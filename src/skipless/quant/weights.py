@@ -61,7 +61,7 @@ class QuantizedWeight:
 
     def matrix(self) -> Tensor:
         """The tensor in use as [out, in], a kernel as [out, in * k]."""
-        return self.parameter.data.t() if self.transposed else self.parameter.data.flatten(1)
+        return as_matrix(self.parameter.data, self.transposed)
 
     def replace(self, matrix: Tensor, codes: Codes | None) -> None:
         """Quantised values [out, in] other than the nearest; only while full precision is in use.
@@ -94,9 +94,9 @@ class QuantizedWeight:
         if self.reconstructed is not None:
             codes, scale = self.reconstructed
             return Codes(codes.to(device, torch.int32), scale.to(device))
-        matrix = self.stored.t() if self.transposed else self.stored.flatten(1)
+        matrix = as_matrix(self.stored, self.transposed).to(device)
         return integer_codes(
-            matrix.to(device), self.scheme.weight_bits, granularity=self.scheme.weight_granularity,
+            matrix, self.scheme.weight_bits, granularity=self.scheme.weight_granularity,
             symmetric=self.scheme.symmetric, clip=self.scheme.clip,
         )  # fmt: skip
 
@@ -123,15 +123,21 @@ class QuantizedWeight:
         self.version = self.parameter._version - is_changed
 
 
+def as_matrix(weight: Tensor, transposed: bool) -> Tensor:
+    """A weight [out, in], or [in, out] when `transposed`, as [out, in]; a kernel [out, in, *k] as
+    [out, in * k]. A view where it can be one."""
+    if transposed:
+        return weight.t()
+    return weight.flatten(1) if weight.dim() > 2 else weight
+
+
 def quantize_weight(weight: Tensor, scheme: Scheme, *, transposed: bool = False) -> Tensor:
     """A weight [out, in, ...] (or [in, out] when `transposed`) after rounding to the grid (Q1).
 
     A kernel [out, in, *k] is rounded as the matrix [out, in * k].
     """
     with torch.no_grad():
-        matrix = weight.detach()
-        if transposed or matrix.dim() > 2:
-            matrix = matrix.t() if transposed else matrix.flatten(1)
+        matrix = as_matrix(weight.detach(), transposed)
         rounded = fake_quantize(
             matrix, scheme.weight_bits, granularity=scheme.weight_granularity,
             symmetric=scheme.symmetric, clip=scheme.clip,
