@@ -29,6 +29,7 @@ def test_what_is_no_number_of_tokens(text):
     ("arguments", "said"),
     [
         (["eval", "no/such/run"], "not a run directory"),
+        (["eval", "RUN", "--text", "no/such/text"], "which does not exist"),
         (["probe", "no/such/run"], "not a run directory"),
         (["quantize", "no/such/run"], "not a run directory"),
         (["quantize", "RUN", "--schemes", "W8A8", "W4"], "W4Afp"),

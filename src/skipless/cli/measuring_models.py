@@ -142,8 +142,6 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
     A folder that `skipless export` packed is measured as it is, on the same tokens as the run that
     it was made from. Raises UserError for a model that predicts no tokens.
     """
-    import torch
-
     from skipless.pretrained.quantised import is_packed
 
     if not Path(text).exists():
@@ -161,7 +159,7 @@ def text_loss(name: str, text: str, num_tokens: int | None) -> dict[str, Any]:
         )
     batches = read_batches(subject, text, None, num_tokens or 8192, None).batches
     ids = [batch[0] if isinstance(batch, tuple) else batch for batch in batches]
-    tell_fewer(num_tokens, sum(map(torch.numel, ids)), ids[0].shape[1])
+    tell_fewer(num_tokens, sum(part.numel() for part in ids), ids[0].shape[1])
     check_batches(subject.model, batches)
     report = loss(subject.model, batches)
     return {
