@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from skipless.cli import main
+from skipless.train import load_run
 
 WORDS = ["--prompt", "the king said lord", "--max-new-tokens", "12", "--ignore-end"]
 
@@ -24,8 +25,6 @@ def run(capsys, *words):
 
 def test_text_to_stdout_and_the_rest_to_stderr(tiny_run, cache, capsys):
     import torch
-
-    from skipless.train import load_run
 
     code, out, err = run(capsys, tiny_run, *WORDS)
     loaded = load_run(tiny_run)
@@ -47,6 +46,19 @@ def test_json_holds_the_same(tiny_run, cache, capsys, tmp_path):
     assert second["prompt"] == "my come go" and second["num_new_tokens"] == 12
     assert first["tokens_per_second"] > 0 and first["cache_bytes"] > 0
     assert first["finish"] == "length" and found["kind"] == "full"
+
+
+def test_a_text_beyond_the_context_says_so(tiny_run, cache, capsys):
+    """At the end the last 16 to 32 tokens are seen, of a context of 32."""
+    num_prompt = len(load_run(tiny_run).tokenizer.encode(WORDS[1]))
+    for beyond, dropped in ((0, 0), (1, 16), (16, 16), (17, 32)):
+        new = 32 + 1 + beyond - num_prompt  # the last one is not read again
+        words = [*WORDS[:2], "--ignore-end", "--max-new-tokens", new]
+        _, _, err = run(capsys, tiny_run, *words)
+        _, out, _ = run(capsys, tiny_run, *words, "--json")
+        assert json.loads(out)["results"][0]["num_dropped_tokens"] == dropped
+        told = f"outgrew the 32 tokens that the model sees: its first {dropped} were out of sight"
+        assert (told in err) is (dropped > 0) and ("outgrew" in err) is (dropped > 0)
 
 
 def test_several_prompts_and_stdin(tiny_run, cache, capsys, monkeypatch):

@@ -103,6 +103,8 @@ def test_misuse_is_told():
         QuantizedCache(bits=1)
     with pytest.raises(UserError, match="granularity"):
         QuantizedCache(granularity="channel")
+    with pytest.raises(UserError, match=r"config is 8; .*as in QuantizedCache\(bits=8\)"):
+        QuantizedCache(8)
     cache = QuantizedCache()
     cache.update(*torch.randn(2, 1, 1, 3, 4), 0)
     with pytest.raises(UserError, match="negative number"):

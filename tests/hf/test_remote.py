@@ -137,8 +137,8 @@ def test_the_lines_of_a_card_ask_nothing(tiny_run, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
     environment = os.environ | {
-        "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     program = WITHOUT.split("import json")[0] + code
     done = subprocess.run(

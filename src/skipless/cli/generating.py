@@ -152,6 +152,11 @@ def _write_all(writer: Any, prompts: list[str], settings: Any, json: bool) -> No
         if not json:
             _emit("\n")
             say(_summary(written))
+            if written.num_dropped_tokens:
+                say(
+                    f"the text outgrew the {writer.limit} tokens that the model sees: its first "
+                    f"{written.num_dropped_tokens} were out of sight at the end"
+                )
         if written.finish == "interrupted":
             break
     if json:

@@ -39,6 +39,11 @@ class QuantizedCache(DynamicCache):
         if not is_whole(bits) or not 2 <= bits <= 16:
             raise UserError(f"bits is {bits!r}; a whole number from 2 to 16 was expected")
         check_choice("granularity", granularity, ("token", "tensor"))
+        if config is not None and not hasattr(config, "get_text_config"):
+            raise UserError(
+                f"config is {config!r}; a model's config or none was expected: bits are named, as "
+                "in QuantizedCache(bits=8)"
+            )
         super().__init__()
         self.bits, self.granularity = bits, granularity
         self.layer_class_to_replicate = partial(QuantizedLayer, bits, granularity)

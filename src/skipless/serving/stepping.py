@@ -56,14 +56,15 @@ class OwnSteps:
         self.model, self.kv_bits, self.granularity = model, kv_bits, granularity
         self.limit = model.config.max_position_embeddings
         self._cache: KeyValueCache | None = None
-        self._start = 0
+        self.start = 0
+        """Tokens of the beginning that the last logits did not see."""
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits [1, V] after all of `ids`, of which the ones before were given already."""
         wanted = window_start(len(ids), self.limit)
-        if self._cache is None or wanted != self._start:
-            self._cache, self._start = self._new_cache(), wanted
-        new = torch.tensor([ids[self._start + self._cache.length :]], device=_device(self.model))
+        if self._cache is None or wanted != self.start:
+            self._cache, self.start = self._new_cache(), wanted
+        new = torch.tensor([ids[self.start + self._cache.length :]], device=_device(self.model))
         return self.model(new, cache=self._cache, logits_to_keep=1).logits[:, -1]
 
     def _new_cache(self) -> KeyValueCache:
@@ -82,6 +83,7 @@ class ForeignSteps:
     """Next-token logits of a causal language model of Hugging Face's."""
 
     slides = False
+    start = 0
 
     def __init__(
         self, model: Any, limit: int | None, new_cache: Callable[[], Any] | None = None

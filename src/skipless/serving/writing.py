@@ -55,6 +55,8 @@ class Written:
     finish: Finish = "length"
     """length: as many tokens as asked for; end: the model ended the text; stop: a stop text;
     context: no more tokens fit; interrupted: Ctrl-C."""
+    num_dropped_tokens: int = 0
+    """Of the beginning, prompt included, out of sight when the last was chosen: the window slid."""
     prompt_seconds: float | None = None
     """Reading the prompt, and choosing the first token."""
     seconds: float = 0.0
@@ -78,8 +80,9 @@ class Written:
         return {
             "prompt": self.prompt, "text": self.text, "finish": self.finish,
             "num_prompt_tokens": self.num_prompt_tokens, "num_new_tokens": len(self.token_ids),
-            "token_ids": self.token_ids, "prompt_tokens_per_second": self.prompt_speed,
-            "tokens_per_second": self.speed, "cache_bytes": self.cache_bytes,
+            "num_dropped_tokens": self.num_dropped_tokens, "token_ids": self.token_ids,
+            "prompt_tokens_per_second": self.prompt_speed, "tokens_per_second": self.speed,
+            "cache_bytes": self.cache_bytes,
         }  # fmt: skip
 
 
@@ -112,6 +115,7 @@ def write(
                 found.finish = "context"  # the last token's position is the last there is
                 break
             logits = steps.logits(ids)
+            found.num_dropped_tokens = steps.start
             token = int(
                 sample(logits, settings.temperature, settings.top_k, generator, settings.top_p)
             )
