@@ -7,7 +7,6 @@ takes a folder.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from skipless.config import DataConfig
 from skipless.data import PreparedData, prepare
 from skipless.errors import UserError, suggestion
+from skipless.files import atomic_path
 from skipless.pretrained import HEADER, MODELS, fetch_model
 from skipless.pretrained.quantised import refuse_packed
 
@@ -100,9 +100,8 @@ def copy_tokenizer(folder: Path, target: Path) -> None:
     for file in folder.iterdir():
         copied = file.is_file() and not file.name.endswith((*_WEIGHTS, HEADER))
         if copied and not (target / file.name).exists():
-            temporary = target / f".{file.name}.tmp"  # a torn file would be taken for a whole one
-            shutil.copy2(file, temporary)
-            os.replace(temporary, target / file.name)
+            with atomic_path(target / file.name) as temporary:
+                shutil.copy2(file, temporary)  # a torn file would be taken for a whole one
 
 
 def prepare_text(tokenizer: Path, text: Sequence[str], vocab_size: int) -> PreparedData:
