@@ -123,7 +123,7 @@ def test_ties_are_listed(subject, tmp_path):
     row = ROWS["piqa"][0]
     source = write_rows(tmp_path / "same", {"piqa": [row, {**row, "sol2": row["sol1"]}]})
     entry = score_tasks(*subject, ["piqa"], source=str(source)).summary["rows"][0]["tasks"]["piqa"]
-    assert entry["num_ties"] == 1 and entry["ties"] == [1]
+    assert entry["num_ties"] == 1 and entry["ties"] == [1] == entry["near_ties"]
 
 
 def test_what_does_not_fit_is_cut_or_left_out(subject, folder):

@@ -58,9 +58,16 @@ def test_picks_by_character_ties_and_right_answers():
     )
     assert found.taken().tolist() == [0, 0, 1, 0]  # of equal ones the first
     assert found.taken(norm=True).tolist() == [1, 1, 1, 0]  # -2 against -1, -3 against -1, ...
-    assert found.ties == [1, 3]
+    assert found.ties() == [1, 3] and found.ties(norm=True) == []
     assert found.right().tolist() == [0, 1, 1, 0]
     assert found.right(norm=True).tolist() == [1, 0, 1, 0]
+
+
+def test_near_ties_are_those_that_rounding_may_turn():
+    found = answers([[-4.0, -4.0001], [-4.0, -4.0003], [-4.0, -12.0001]], [0, 0, 0],
+                    [[1, 1], [1, 1], [1, 3]])  # fmt: skip
+    assert found.ties(1e-4) == [0] and found.ties() == []
+    assert found.ties(1e-4, norm=True) == [0, 2]  # -4 against -4.00003 a character
 
 
 def test_divergences_are_scipys():

@@ -26,6 +26,7 @@ from skipless.evaluate.tasks.scoring import (
     score_requests,
 )
 from skipless.evaluate.tasks.statistics import (
+    ROUNDING,
     Answers,
     Continuations,
     accuracy_with_error,
@@ -191,7 +192,8 @@ def _row(
     for number, (questions, (_, seconds), answer) in enumerate(
         zip(asked, found, answers, strict=True)
     ):
-        norm, ties = questions.task.reports_norm, answer.ties
+        norm = questions.task.reports_norm
+        ties, near = answer.ties(), answer.ties(ROUNDING, norm=norm)
         acc, acc_error = accuracy_with_error(answer.right())
         entry: dict[str, Any] = {"acc": acc, "acc_stderr": acc_error}
         if norm:
@@ -204,6 +206,8 @@ def _row(
             entry["subjects"] = _by_subject(questions, answer.right())
         entry |= {
             "num_ties": len(ties), "ties": [questions.numbers[i] for i in ties[:MOST_TIES]],
+            "num_near_ties": len(near),
+            "near_ties": [questions.numbers[i] for i in near[:MOST_TIES]],
             "seconds": round(seconds, 3),
         }  # fmt: skip
         if reference is not None:

@@ -17,6 +17,8 @@ import numpy as np
 from skipless.errors import UserError
 
 NUM_RESAMPLES = 10_000
+ROUNDING = 1e-4
+"""Nats by which two scorers in float32 may differ in a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,18 @@ class Answers:
         pairs = zip(self.log_likelihoods, self.lengths, strict=True)
         return np.array([int(np.argmax(ll / np.maximum(n, 1) if norm else ll)) for ll, n in pairs])
 
-    @property
-    def ties(self) -> list[int]:
-        """Questions whose likeliest choice is not the only one, where the order decides."""
-        best = [np.flatnonzero(ll == ll.max()) for ll in self.log_likelihoods]
-        return [number for number, places in enumerate(best) if len(places) > 1]
+    def ties(self, within: float = 0.0, *, norm: bool = False) -> list[int]:
+        """Questions where the order of choices decides, or rounding: another choice would be taken
+        if log-likelihoods moved by at most `within` nats each."""
+        found = []
+        for number, (ll, length) in enumerate(zip(self.log_likelihoods, self.lengths, strict=True)):
+            scale = np.maximum(length, 1) if norm else np.ones(len(ll))
+            value = ll / scale
+            best = int(np.argmax(value))
+            slack = within * (1 / scale + 1 / scale[best])
+            if np.count_nonzero(value[best] - value <= slack) > 1:
+                found.append(number)
+        return found
 
     def right(self, *, norm: bool = False) -> np.ndarray:
         """float64 [questions], 1 where the answer is right."""
@@ -60,8 +69,7 @@ class Continuations:
         """int64 [questions], 1 where the model's own continuation is the text's. Of no length."""
         return self.is_greedy.astype(np.int64)
 
-    @property
-    def ties(self) -> list[int]:
+    def ties(self, within: float = 0.0, *, norm: bool = False) -> list[int]:
         """None: there is nothing to choose between."""
         return []
 

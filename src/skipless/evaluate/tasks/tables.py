@@ -11,6 +11,7 @@ from typing import Any
 
 from skipless.errors import counted
 from skipless.evaluate.tasks.catalog import CORE8
+from skipless.evaluate.tasks.statistics import ROUNDING
 from skipless.files import make_directory, to_strict_json, write_atomic
 
 JSON, MARKDOWN, PLOT, DOCUMENTS = "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl"
@@ -120,10 +121,14 @@ def remarks(summary: Mapping[str, Any]) -> list[str]:
     for row in summary["rows"]:
         if row.get("note"):
             lines.append(f"{row['scheme']}: {row['note']}")
-        ties = {name: e["num_ties"] for name, e in row["tasks"].items() if e.get("num_ties")}
-        if ties:
-            told = ", ".join(f"{name} {count}" for name, count in ties.items())
-            lines.append(f"{row['scheme']}: equally likely choices, the first taken, in {told}")
+        for key, what in (
+            ("num_ties", "equally likely choices, the first taken,"),
+            ("num_near_ties", f"choices within {ROUNDING:g} nats, where rounding may decide,"),
+        ):
+            counts = {name: e[key] for name, e in row["tasks"].items() if e.get(key)}
+            if counts:
+                told = ", ".join(f"{name} {count}" for name, count in counts.items())
+                lines.append(f"{row['scheme']}: {what} in {told}")
     return lines
 
 
