@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import skipless.hf  # noqa: F401
@@ -83,3 +84,20 @@ def test_damaged_settings_are_told_in_a_sentence(make, key, value, told, tmp_pat
     for load in (AutoModelForCausalLM.from_pretrained, load_quantized):
         with pytest.raises(UserError, match=told):
             load(folder)
+
+
+@pytest.mark.parametrize("make", [build, llama])
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.input_layernorm"])
+def test_what_is_missing_beside_packed_weights_is_not_drawn(make, name, tmp_path):
+    folder = save_quantized(quantize(make(), "W8A8"), tmp_path / "packed")
+    file, key = folder / "model.safetensors", f"model.{name}.weight"
+    state = load_file(file)
+    lost = {k: v for k, v in state.items() if k != key}
+    for changed, told in (
+        (lost, f"the folder has no {key}"),
+        (lost | {key: state[key][:3].clone()}, rf"holds {key} as \[3"),
+    ):
+        save_file(changed, file, metadata={"format": "pt"})
+        for load in (AutoModelForCausalLM.from_pretrained, load_quantized):
+            with pytest.raises(UserError, match=told):
+                load(folder)

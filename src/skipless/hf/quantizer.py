@@ -52,7 +52,8 @@ class SkiplessQuantizer(HfQuantizer):
     ) -> Any:
         self._settings = self.quantization_config.to_dict()
         check_settings(self._settings, "config.json")
-        names = [n for n in _names(checkpoint_files) if is_packed(n, self._settings)]
+        everything = _names(checkpoint_files)
+        names = [n for n in everything if is_packed(n, self._settings)]
         self._others = _read(checkpoint_files, [n for n in names if not n.endswith(".weight")])
         self._floats: dict[str, tuple[torch.Size, torch.dtype]] = {}
         stored = _shapes(checkpoint_files, [n for n in names if n.endswith(".weight")])
@@ -69,6 +70,8 @@ class SkiplessQuantizer(HfQuantizer):
                 # encoder does its sinusoids, which the packed shape does not allow.
                 parent: Any = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
                 parent._is_hf_initialized = True
+        plain = set(everything) - set(names)
+        _check_whole(model, checkpoint_files, plain, self._settings["weights"])
         ignored = {rf"^{name}$".replace(".", r"\.") for name in self._others}
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()), *ignored,
@@ -113,6 +116,25 @@ def register() -> None:
     if METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(METHOD)(SkiplessQuantizationConfig)
         register_quantizer(METHOD)(SkiplessQuantizer)
+
+
+def _check_whole(model: Any, checkpoint_files: Any, plain: set[str], packed: Any) -> None:
+    """Raise UserError unless the files hold what is not packed, in its shape: transformers would
+    draw what is missing."""
+    shapes = _shapes(checkpoint_files, list(plain))
+    ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    ties |= {source: target for target, source in ties.items()}
+    for name, parameter in model.named_parameters():
+        if name in packed or (name not in shapes and {ties.get(name)} & {*shapes, *packed}):
+            continue
+        if name not in shapes:
+            raise UserError(f"the folder has no {name}; it is damaged, save the model again")
+        found, wanted = shapes[name][0], list(parameter.shape)
+        if found != wanted:
+            raise UserError(
+                f"the folder holds {name} as {found} and its config.json wants {wanted}; it is "
+                "damaged, save the model again"
+            )
 
 
 def _module_of(model: nn.Module, name: str) -> tuple[Any, Tensor]:
