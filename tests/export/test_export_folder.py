@@ -38,7 +38,7 @@ def test_a_run(tiny_run, tmp_path, capsys):
 def test_text_of_a_run_calibrates(tiny_run, tmp_path, capsys, more):
     out = tmp_path / "packed"
     assert main(["export", str(tiny_run), "--out", str(out), "--num-tokens", "256", *more]) == 0
-    assert "load_quantized reads it" in capsys.readouterr().out
+    assert "load_quantized, or transformers after" in capsys.readouterr().out
     record = quantization(load_quantized(out))
     assert str(record.scheme) == more[1] and record.method == (more[3:] or ["rtn"])[0]
 
@@ -57,7 +57,7 @@ def test_a_hugging_face_folder(tmp_path, capsys):
         assert torch.equal(load_quantized(tmp_path / "a")(IDS).logits, expected)
     out = str(tmp_path / "b")
     assert main([*words, "--format", "compressed-tensors", "--out", out]) == 0
-    assert "compressed-tensors reads it" in capsys.readouterr().out
+    assert "transformers, with the package compressed-tensors, reads it" in capsys.readouterr().out
     assert main([*words, "--text", "x", "--out", str(tmp_path / "c")]) == 2
     assert "leave the text out" in capsys.readouterr().err
 

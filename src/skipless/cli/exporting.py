@@ -152,7 +152,15 @@ def _packed(
         "description": done.description, "num_bytes": done.num_bytes,
         "full_bytes": done.full_bytes, "difference": done.difference,
     }  # fmt: skip
-    reader = "skipless.export.load_quantized" if layout == "skipless" else "compressed-tensors"
+    from skipless.surgery.slimming.opening import holds_run
+    from skipless.surgery.sources import find_folder
+
+    is_run = holds_run(find_folder(model))
+    reader = "transformers after `import skipless.hf`"
+    if layout == "skipless":
+        reader = f"skipless.export.load_quantized, or {reader},"
+    else:
+        reader = f"{reader if is_run else 'transformers'}, with the package compressed-tensors,"
     return lines, answer, reader
 
 

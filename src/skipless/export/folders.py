@@ -69,7 +69,10 @@ class Opened:
 
     def beside(self, target: Path) -> None:
         """Copy the tokenizer and what else belongs there to the folder `target`."""
-        if self.run is not None:
+        if self.run is not None and not isinstance(self.model, Transformer):
+            length = self.run.config.model.max_position_embeddings
+            self.run.tokenizer.for_transformers(length).save_pretrained(target)
+        elif self.run is not None:
             shutil.copy(self.run.tokenizer_path, target / "tokenizer.json")
         else:
             copy_tokenizer(self.folder, target)
@@ -86,9 +89,10 @@ def open_quantized(
     include_convolutions: bool = False,
     text: Sequence[str] = (),
     num_tokens: int = 4096,
+    for_transformers: bool = False,
 ) -> Opened:
     """Read `model` (a run, a Hugging Face folder, a name of the catalog) and quantise it, if
-    `scheme` says how.
+    `scheme` says how. `for_transformers`: a run as its class in `skipless.hf`.
 
     Raises UserError as `quantize` does, for a text that nobody reads, and for a patched model,
     which no packed form holds.
@@ -108,6 +112,13 @@ def open_quantized(
         texts = (*source.held_out, *batches)
     else:
         loaded = run.model if run is not None else read_model(folder)
+    if for_transformers and isinstance(loaded, Transformer):
+        from skipless.hf.converting import from_transformer, inner_name
+
+        loaded = from_transformer(loaded)
+        if parsed is not None:
+            named = [f"{inner_name(pattern)}={text}" for pattern, text in parsed.overrides]
+            parsed = parsed.base.with_overrides(named)
     if parsed is not None:
         quantize(
             loaded, parsed, scope, method=method, include_head=include_head,
@@ -143,13 +154,18 @@ def export_folder(
 ) -> Exported:
     """Quantise `model` (a run, a Hugging Face folder, a name of the catalog) and save it to `out`.
 
-    Raises UserError for an `out` that holds something, as `quantize` and `save_quantized` do, and
-    when what is read back differs.
+    Of a run the layout compressed-tensors holds its class in `skipless.hf`, since that layout is
+    read by transformers. Raises UserError for an `out` that holds something, as `quantize` and
+    `save_quantized` do, and when what is read back differs.
     """
     path = free_folder(out)
+    foreign = layout == "compressed-tensors"
+    if foreign:
+        need("transformers", why="which reads the layout compressed-tensors")
     opened = open_quantized(
         model, scheme, scope=scope, method=method, overrides=overrides, include_head=include_head,
         include_convolutions=include_convolutions, text=text, num_tokens=num_tokens,
+        for_transformers=foreign,
     )  # fmt: skip
     loaded = opened.model
     record = quantization(loaded)

@@ -57,6 +57,12 @@ def save_quantized(
     path = Path(directory)
     _check_free(path)  # before anything is packed
     settings, form = None, "skipless"
+    if layout != "skipless" and isinstance(model, Transformer):
+        raise UserError(
+            f"the layout {layout} is read by transformers, which has no {type(model).__name__}; "
+            "quantise skipless.hf.converting.from_transformer(model) instead, as `skipless export` "
+            "does, or use the layout skipless"
+        )
     if layout != "skipless":
         settings, form = settings_of(model)
     tensors, own = saved_form(model, form)
@@ -159,6 +165,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} was being replaced when its process was killed, and what it held is whole in "
             f"{old}; rename that folder"
+        )
+    if isinstance(settings, dict) and settings.get("quant_method") == LAYOUTS[1]:
+        raise UserError(
+            f"{path} is in the layout {LAYOUTS[1]}: transformers reads it where that package is "
+            "installed (after `import skipless.hf`, if it was made of a run), and `skipless "
+            "generate` does"
         )
     if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
         raise UserError(

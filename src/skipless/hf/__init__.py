@@ -10,7 +10,8 @@ converting.py     our decoder as a model of transformers, and back
 exporting.py      a run directory as a folder, reloaded and compared
 remote.py         our modules beside the weights, to load without the package
 training.py       optimiser and callbacks for the Trainer
-auto.py           Auto classes, also for patched folders; quantizer.py packed ones
+auto.py           Auto classes, also for patched folders; quantizer.py packed ones, packed.py
+                  those of a run in our own layout
 cache.py          keys and values as packed integers
 
 `fetch_model` is that of `skipless.pretrained`.
@@ -28,6 +29,7 @@ from skipless.hf.body import SkiplessModel
 from skipless.hf.cache import QuantizedCache
 from skipless.hf.configuration import SkiplessConfig
 from skipless.hf.modeling import SkiplessForCausalLM, SkiplessForSequenceClassification
+from skipless.hf.packed import open_packed_run
 from skipless.hf.quantizer import register as register_quantizer
 from skipless.pretrained import fetch_model
 
@@ -42,5 +44,6 @@ __all__ = [
     "SkiplessForSequenceClassification",
     "SkiplessModel",
     "fetch_model",
+    "open_packed_run",
     "register",
 ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,7 +28,7 @@ from skipless.hf.arguments import (
     checked_positions,
 )
 from skipless.hf.attention import OWN, outside
-from skipless.hf.configuration import SkiplessConfig
+from skipless.hf.configuration import SkiplessConfig, holds_packed_run
 from skipless.hf.past import CACHE_NAME, Past, the_cache
 from skipless.model import Attention, initialize, layout
 from skipless.model.connections import Anneal, Connection, ReZero
@@ -52,6 +53,8 @@ class SkiplessPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    open_packed: ClassVar[Callable[..., Any] | None] = None
+    """Reads the packed folder of a run; put here by `packed.py`, which needs these classes."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
@@ -60,6 +63,10 @@ class SkiplessPreTrainedModel(PreTrainedModel):
         Raises UserError for a config.json of a later skipless or with settings out of range, and
         for weights that cannot be read.
         """
+        source = args[0] if args else options.get("pretrained_model_name_or_path")
+        if cls.open_packed is not None and holds_packed_run(source):
+            options.pop("pretrained_model_name_or_path", None)
+            return cls.open_packed(cls, Path(str(source)), **options)
         try:
             found = super().from_pretrained(*args, **options)
         except SafetensorError as error:

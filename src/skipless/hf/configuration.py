@@ -6,6 +6,7 @@ Read by `modeling.py`; a run's settings become one in `exporting.py`.
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ class SkiplessConfig(PreTrainedConfig):
         _check_heads_and_rotation(kwargs, self.head_dim, self.rope_theta)
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """As transformers' own, also of the packed folder of a run, whose settings lie deeper."""
+        if isinstance(model := config_dict.get("model"), dict):
+            made = cls.from_model_config(ModelConfig.from_dict(model, where="model."))
+            packed = {"quantization_config": config_dict.get("quantization_config")}
+            config_dict = {**made.to_dict(), **packed}
+        return super().from_dict(config_dict, **options)
+
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """As transformers' own, without an auto_map of code that is not in the folder: the package
         reads a folder with code, and what it saves has none."""
@@ -134,6 +144,15 @@ class SkiplessConfig(PreTrainedConfig):
         return cls(**values, **settings)
 
 
+def holds_packed_run(folder: Any) -> bool:
+    """Whether the folder is one that `save_quantized` wrote of our own decoder."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        return isinstance(config["model"], dict) and "quantization_config" in config
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
 def _names() -> dict[str, str]:
     """What the settings of `ModelConfig` are called in config.json."""
     names = {f.name: f.name for f in fields(ModelConfig) if f.name not in _ELSEWHERE}
@@ -152,11 +171,6 @@ def _check_names(extra: dict[str, Any]) -> None:
     """Raise UserError for what is nearly a setting; transformers would keep it without a word."""
     if isinstance(extra.get("temperature"), (dict, TemperatureConfig)):
         raise UserError("unknown setting temperature; did you mean 'attention_temperature'?")
-    if isinstance(extra.get("model"), dict):
-        raise UserError(
-            "config.json is that of a packed folder without transformers; read it with "
-            "skipless.export.load_quantized"
-        )
     known = [f.name for f in fields(SkiplessConfig)]
     for name in extra:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

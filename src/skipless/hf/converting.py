@@ -8,6 +8,7 @@ Read by `exporting.py`, by the room that writes text and by the command line.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from skipless.hf.modeling import SkiplessForCausalLM, SkiplessForSequenceClassif
 from skipless.model import Transformer
 from skipless.quant import quantization
 
-__all__ = ["from_transformer", "to_transformer"]
+__all__ = ["from_transformer", "inner_name", "to_transformer"]
 
-_HEADS = ("lm_head.", "score.")
+_HEADS = re.compile(r"\*|(lm_head|score)(\W|$)")
+"""Names that are the same in both, and patterns that fit any beginning."""
 _BODY = "model."
 """In front of the names of all but the head."""
 
@@ -38,12 +40,17 @@ def from_transformer(model: Transformer, **settings: Any) -> Any:
     with torch.device("meta"):
         made = cls(config)
     weights = {
-        name if name.startswith(_HEADS) else _BODY + name: value.detach().clone()
-        for name, value in model.state_dict().items()
+        inner_name(name): value.detach().clone() for name, value in model.state_dict().items()
     }
     made.load_state_dict(weights, assign=True)
     made.tie_weights()
     return made.eval()
+
+
+def inner_name(name: str) -> str:
+    """What transformers calls the tensor, module or site that our decoder calls `name`; of a
+    pattern too, so that it names the same."""
+    return name if _HEADS.match(name) else _BODY + name
 
 
 def to_transformer(model: SkiplessForCausalLM) -> Transformer:
