@@ -1,5 +1,7 @@
 """Illnesses inside a model, each in a model that has it, and a healthy twin without a finding."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,27 @@ def test_every_layer_an_average_makes_tokens_alike():
     assert found.numbers["similarity"] > inside.SIMILARITY
     assert found.numbers["rank_share"] < inside.RANK_SHARE
     assert "layer 7 mlp" in found.evidence and "identity_bias" in found.remedy
+
+
+def test_a_remedy_is_none_that_the_model_has_already():
+    e = measure(averaging(), IDS)
+    start = "model.init.identity_bias=5 (I7)"
+    assert e.settings["model.init.identity_bias"] is None
+    assert start in inside.rank_collapse(e).remedy
+    has = {"model.init.identity_bias": 5.0, "model.temperature.beta": 1.0}
+    told = []
+    for kind in ("none", "anneal", "rezero"):
+        settings = has | {"model.connection.kind": kind}
+        told.append(inside.rank_collapse(dataclasses.replace(e, settings=settings)).remedy)
+    assert told == [
+        "a skip or an annealed one (model.connection.kind=anneal); more steps; fewer layers",
+        "a skip that stays (model.connection.kind=rezero); more steps; fewer layers",
+        "more steps; fewer layers",
+    ]
+    foreign = dataclasses.replace(e, settings={})
+    assert f"{start}, model.temperature.beta=1, a skip" in inside.rank_collapse(foreign).remedy
+    other = dataclasses.replace(e, settings={"model.init.identity_bias": 3.0})
+    assert start in inside.rank_collapse(other).remedy
 
 
 def test_without_skips_an_ordinary_start_collapses_too():

@@ -1,5 +1,6 @@
 """Illnesses of training, each brought about by training, and a healthy twin without a finding."""
 
+import dataclasses
 import math
 
 import pytest
@@ -56,6 +57,14 @@ def test_a_model_that_sees_no_context_stands_at_the_unigram_level(trained):
     assert found is not None and "token frequencies" in found.symptom, sick.losses[-3:]
     assert abs(found.numbers["loss"] - found.numbers["unigram"]) < training.MARGIN
     assert training.flat_at_unigram(trained({"train.num_tokens": "5120"})) is None
+    start = "without skips start with model.init.identity_bias=5, model.temperature.beta=1, "
+    assert found.remedy.startswith(f"{start}model.connection.kind=anneal; ")
+    has = {"model.init.identity_bias": 5.0, "model.connection.kind": "anneal"}
+    sick = dataclasses.replace(sick, settings=sick.settings | has)
+    remedy = training.flat_at_unigram(sick).remedy
+    assert remedy.startswith("without skips start with model.temperature.beta=1; ")
+    sick = dataclasses.replace(sick, settings=sick.settings | {"model.temperature.beta": 1.0})
+    assert "a skip that stays" in training.flat_at_unigram(sick).remedy
 
 
 def test_a_learning_rate_too_low_starts_slowly(trained):
@@ -90,7 +99,16 @@ def test_the_traced_gradients_of_a_run_are_judged_by_their_median(trained):
     first = (1, {0: 1e-9, 1: 1.0, 2: 1.0})
     once = Evidence(name="", gradients=(first, *well.gradients))
     assert training.gradients_by_depth(once) is None
-    assert training.gradients_by_depth(Evidence(name="", gradients=(first,))) is not None
+    found = training.gradients_by_depth(Evidence(name="", gradients=(first,)))
+    assert found.remedy == (
+        "model.init.value_output=haar (I2) and model.init.mlp=suo (I4), or a skip again "
+        "(model.connection.kind=anneal or model.connection.kind=rezero); keep "
+        "model.norm_placement=pre"
+    )
+    has = {"model.init.value_output": "haar", "model.init.mlp": "suo",
+           "model.connection.kind": "anneal", "model.norm_placement": "pre"}  # fmt: skip
+    found = training.gradients_by_depth(Evidence(name="", gradients=(first,), settings=has))
+    assert found.remedy == "a skip again (model.connection.kind=rezero)"
 
 
 def gain_log(path, lr: float, steps: int = 24) -> Evidence:

@@ -158,6 +158,18 @@ def test_a_row_that_learned_little_does_not_win_by_having_nothing_to_lose(pair):
     assert "cannot be told from these runs" in say(runs, "The price of no skip")
 
 
+def test_a_row_that_is_left_out_is_in_no_order(make, tmp_path):
+    """One that is unfinished, or learned little, leads no list."""
+    rows = {"adamw": {"loss": 4.5, "damage": 1.0, "kurtosis": 9.0, "error": 1.0},
+            "soap": {"loss": 4.6, "damage": 0.9, "kurtosis": 5.0, "error": 0.8},
+            "muon": {"loss": 4.7, "damage": 0.8, "kurtosis": 1.0, "error": 0.6},
+            "shampoo": {"loss": 6.5, "damage": 0.01, "kurtosis": 0.1, "error": 0.1}}  # fmt: skip
+    text = say([make(tmp_path / name, label=name, optimizer=name, **values)
+                for name, values in rows.items()])  # fmt: skip
+    assert "smallest first: muon +0.800, soap +0.900 and adamw +1.000." in text
+    assert "Left out of the comparisons: shampoo" in text and "Over these 4 rows" not in text
+
+
 def test_one_seed_is_said(pair):
     assert "One seed a row" in say(pair(), "How sure this is")
 

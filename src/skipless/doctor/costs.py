@@ -105,7 +105,9 @@ def memory_of_training(e: Evidence) -> Verdict:
         ),
         cause="a masked or split product, or an unfused step, keeps tensors of full size for "
         "its gradient",
-        remedy="train.activation_checkpointing=true; in-place or fused masks; remove what is "
-        "masked",
+        remedy="; ".join((
+            *e.unset("train.activation_checkpointing=true"), "in-place or fused masks",
+            "remove what is masked",
+        )),
         numbers={"expected": expected, "saved": saved},
     )  # fmt: skip

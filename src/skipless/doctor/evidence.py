@@ -65,6 +65,8 @@ class Evidence:
     """Everything the rules may look at."""
 
     name: str
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """{dotted name: value} of a run or a model of ours, so that no remedy is one it has already."""
     losses: Curve = ()
     """Training loss in nats a token."""
     held_out: Curve = ()
@@ -103,6 +105,18 @@ class Evidence:
         """Why the field `name` is empty, in words that follow "needs"."""
         return self.missing.get(name, otherwise)
 
+    def unset(self, *wanted: str) -> list[str]:
+        """Those of "name=value (note)" that the settings do not say already; all where none are
+        known."""
+        found = []
+        for text in wanted:
+            name, _, value = text.partition(" (")[0].partition("=")
+            has = self.settings.get(name)
+            same = float(has) == float(value) if _is_number(has) else str(has).lower() == value
+            if name not in self.settings or not same:
+                found.append(text)
+        return found
+
     def joined(self, other: Evidence) -> Evidence:
         """This, with `other` filling what is not measured here."""
         filled = {
@@ -118,3 +132,7 @@ class Evidence:
         if not self.attention and other.attention:
             filled["num_keys"] = other.num_keys
         return dataclasses.replace(self, **filled)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -77,8 +77,10 @@ def leak(e: Evidence) -> Verdict:
         ),
         cause="statistics, a gate or attention that pools over all positions, or a missing "
         "causal mask; the loss is then too good to be true",
-        remedy="use prefix statistics (positions <= t); model.causal=true; in the kind universal "
-        "any aligner but sinkhorn",
+        remedy="; ".join((
+            "use prefix statistics (positions <= t)", *e.unset("model.causal=true"),
+            "in the kind universal any aligner but sinkhorn",
+        )),
         numbers={"difference": e.leak.difference, "largest": e.leak.largest, "cut": e.leak.cut,
                  "first": e.leak.first},
     )  # fmt: skip
@@ -108,12 +110,21 @@ def rank_collapse(e: Evidence) -> Verdict:
         ),
         cause="attention averages over many tokens in every layer and nothing keeps a token "
         "apart from the average",
-        remedy="what is not set yet of model.init.identity_bias=5 (I7), "
-        "model.temperature.beta=1, a skip or an annealed one (model.connection.kind=anneal); more "
-        "steps; fewer layers",
+        remedy=_kept_apart(e),
         numbers={"similarity": last["token_similarity"], "rank_share": share,
                  "first": _place(first)},
     )  # fmt: skip
+
+
+def _kept_apart(e: Evidence) -> str:
+    """What keeps tokens apart, of what is not set yet."""
+    found = e.unset("model.init.identity_bias=5 (I7)", "model.temperature.beta=1")
+    kind = e.settings.get("model.connection.kind", "none")
+    if kind == "none":
+        found.append("a skip or an annealed one (model.connection.kind=anneal)")
+    elif kind == "anneal":
+        found.append("a skip that stays (model.connection.kind=rezero)")
+    return "; ".join((*filter(None, [", ".join(found)]), "more steps", "fewer layers"))
 
 
 def saturated_attention(e: Evidence) -> Verdict:
@@ -138,8 +149,11 @@ def saturated_attention(e: Evidence) -> Verdict:
         ),
         cause="logits far apart: large queries and keys, or a large bias, and a softmax that "
         "passes no gradient any more",
-        remedy="a lower model.init.a_qk or identity_bias, model.temperature.kind=learned_head, a "
-        "norm on queries and keys, a lower optim.lr",
+        remedy=", ".join((
+            "a lower model.init.a_qk or identity_bias",
+            *e.unset("model.temperature.kind=learned_head"),
+            "a norm on queries and keys, a lower optim.lr",
+        )),
         numbers={"share": share, "layer": worst.get("layer"), "layers": len(full)},
     )  # fmt: skip
 

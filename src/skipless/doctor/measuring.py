@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from skipless.compiled import run_eagerly, unwrapped
+from skipless.config import ModelConfig
 from skipless.doctor.evidence import OF_WEIGHTS, Evidence, Leak
 from skipless.doctor.weights import weight_memory
 from skipless.errors import UserError
 from skipless.fallback import double
+from skipless.jsonable import leaves
 from skipless.probes import Probe
 from skipless.quant import placed
 from skipless.report.inside import layer_of
@@ -50,7 +52,7 @@ def measure(
     causal = is_causal(model) if causal is None else causal
     found = Evidence(
         name=name or type(model).__name__, causal=causal, weights=weight_memory(model),
-        num_keys=_length(batch), nonfinite=_broken_weights(model),
+        num_keys=_length(batch), nonfinite=_broken_weights(model), settings=_settings(model),
     )  # fmt: skip
     with evaluating(model), run_eagerly():
         if not found.nonfinite:
@@ -61,6 +63,14 @@ def measure(
             return dataclasses.replace(found, missing={**found.missing, **missing})
         found = _with_leak(found, model, batch, causal)
         return _with_gradients(found, model, batch, loss)
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """Those of a model of ours, under the names that a run has for them."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, ModelConfig):
+        return {}
+    return {f"model.{name}": value for name, value in leaves(config).items()}
 
 
 def call(model: nn.Module, batch: Batch) -> Any:

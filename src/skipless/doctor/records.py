@@ -14,6 +14,7 @@ from typing import Any
 
 from skipless.doctor.evidence import Curve, Evidence
 from skipless.errors import UserError
+from skipless.jsonable import leaves
 from skipless.report.inside import layer_of
 from skipless.report.load import RunData, load_run, number
 from skipless.report.measures import final_probe, rows
@@ -36,7 +37,8 @@ def from_run(path: str | Path) -> Evidence:
     probe = final_probe(run)
     learned = _learned_gains(run)
     found = Evidence(
-        name=f"{path} ({run.label})", unigram=run.unigram_loss, num_steps=config.train.num_steps,
+        name=f"{path} ({run.label})", settings=leaves(config), unigram=run.unigram_loss,
+        num_steps=config.train.num_steps,
         warmup_steps=config.train.warmup_steps, lr=config.optim.lr,
         num_keys=config.train.sequence_length, causal=config.model.causal,
         missing={"gains": "learned gains (this run's connections have none)"} if not learned

@@ -62,10 +62,22 @@ def flat_at_unigram(e: Evidence) -> Verdict:
         ),
         cause="no context reaches the head: deep attention averages all tokens, or the "
         "branches are cut off by gains near 0",
-        remedy="without skips start with model.init.identity_bias=5 and temperature beta 1, and "
-        "anneal the skip (model.connection.kind=anneal); with gains raise optim.gain_lr",
+        remedy=_context_back(e),
         numbers={"loss": level, "unigram": e.unigram, "progress": progress},
     )  # fmt: skip
+
+
+def _context_back(e: Evidence) -> str:
+    """What lets context reach the head, of what is not set yet."""
+    kind = e.settings.get("model.connection.kind", "none")
+    gains = "with gains raise optim.gain_lr"
+    if kind not in ("none", "anneal"):
+        return f"a higher optim.lr, more steps; {gains}"
+    start = e.unset("model.init.identity_bias=5", "model.temperature.beta=1",
+                    "model.connection.kind=anneal")  # fmt: skip
+    if start:
+        return f"without skips start with {', '.join(start)}; {gains}"
+    return f"a skip that stays (model.connection.kind=rezero), more steps; {gains}"
 
 
 def slow_start(e: Evidence) -> Verdict:
@@ -134,10 +146,18 @@ def gradients_by_depth(e: Evidence) -> Verdict:
         cause="each layer multiplies the gradient by a factor "
         + ("below" if vanishing else "above")
         + " 1: a start of the wrong scale, no norm, or no skip without an orthogonal start",
-        remedy="model.init.value_output=haar and mlp=suo (I2, I4), or a skip again "
-        "(model.connection.kind=anneal or rezero); keep model.norm_placement=pre",
+        remedy=_passing_back(e),
         numbers={"ratio": ratio, "weakest": weak, "strongest": strong},
     )  # fmt: skip
+
+
+def _passing_back(e: Evidence) -> str:
+    """What lets gradients pass, of what is not set yet."""
+    starts = e.unset("model.init.value_output=haar (I2)", "model.init.mlp=suo (I4)")
+    kinds = e.unset("model.connection.kind=anneal", "model.connection.kind=rezero")
+    skip = f"a skip again ({' or '.join(kinds)})"
+    keep = e.unset("model.norm_placement=pre") if e.settings else ["keep model.norm_placement=pre"]
+    return "; ".join((", or ".join((*filter(None, [" and ".join(starts)]), skip)), *keep))
 
 
 def gains(e: Evidence) -> Verdict:

@@ -56,6 +56,11 @@ class Row:
     runs: tuple[RunData, ...] = dataclasses.field(repr=False)
 
     @property
+    def is_ranked(self) -> bool:
+        """Whether its numbers say how it compares: it is finished and learned something."""
+        return not (self.learned_little or self.unfinished)
+
+    @property
     def diverged(self) -> bool:
         return self.loss is not None and math.isnan(self.loss)
 
@@ -109,13 +114,14 @@ class Comparison:
     """Sentences about what makes these rows not strictly comparable."""
 
     @property
+    def ranked(self) -> tuple[Row, ...]:
+        """The rows that the verdict puts in an order."""
+        return tuple(r for r in self.rows if r.is_ranked)
+
+    @property
     def judged(self) -> tuple[Pair, ...]:
         """The pairs that the verdict compares: both rows are finished and learned something."""
-        return tuple(
-            p
-            for p in self.pairs
-            if not any(r.learned_little or r.unfinished for r in (p.row, p.reference))
-        )
+        return tuple(p for p in self.pairs if p.row.is_ranked and p.reference.is_ranked)
 
     @property
     def gain(self) -> float | None:

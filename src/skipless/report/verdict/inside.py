@@ -54,7 +54,7 @@ def inside(comparison: Comparison) -> list[str]:
 
 def _correlation(comparison: Comparison) -> list[str]:
     scheme = (headline_schemes(comparison) or [""])[-1]
-    known = [r for r in comparison.rows if all_known(r.increase(scheme), r.error, r.kurtosis)]
+    known = [r for r in comparison.ranked if all_known(r.increase(scheme), r.error, r.kurtosis)]
     damage = [sure(r.increase(scheme)) for r in known]
     by_error = spearman([sure(r.error) for r in known], damage)
     by_kurtosis = spearman([sure(r.kurtosis) for r in known], damage)

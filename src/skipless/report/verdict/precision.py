@@ -29,7 +29,7 @@ AIM_GAP = 0.05
 def best(comparison: Comparison) -> list[str]:
     """The lowest loss, what cannot be told apart from it, and rows without a loss."""
     sentences = []
-    finite = sorted((r for r in comparison.rows if all_known(r.loss)), key=lambda r: sure(r.loss))
+    finite = sorted((r for r in comparison.ranked if all_known(r.loss)), key=lambda r: sure(r.loss))
     if finite:
         best = finite[0]
         sentences.append(
@@ -112,7 +112,7 @@ def rounding(comparison: Comparison) -> list[str]:
     if comparison.judged:
         return [text for scheme in schemes for text in _rounding_at(scheme, comparison)]
     scheme = schemes[-1]
-    known = [r for r in comparison.rows if all_known(r.increase(scheme))]
+    known = [r for r in comparison.ranked if all_known(r.increase(scheme))]
     ranked = sorted(known, key=lambda r: sure(r.increase(scheme)))
     listed = [f"{r.label} {show(r.increase(scheme), '+.3f')}" for r in ranked]
     return (
