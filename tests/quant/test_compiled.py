@@ -11,6 +11,7 @@ from skipless.evaluate import error_propagation, precision_table, sensitivity
 from skipless.model import ModelConfig, Transformer
 from skipless.probes import Probe
 from skipless.quant import (
+    executed,
     from_integer,
     integer_layers,
     paused,
@@ -130,6 +131,10 @@ def test_a_look_leaves_the_compiled_code_in_place(compiled):
     with quantized(net(), "W4A4") as reference, quantized(model, "W4A4"):
         rounded = reference(X)
         torch.testing.assert_close(call(X), rounded)
+    with executed(net(), "W4A4") as reason, executed(model, "W4A4"):
+        assert reason == "" and integer_layers(model)
+        torch.testing.assert_close(call(X), rounded)
+    assert not integer_layers(model)
     torch.testing.assert_close(call(X), net()(X))
     assert not torch._dynamo.utils.counters["frames"], "nothing was compiled again"
 

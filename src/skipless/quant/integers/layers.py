@@ -22,6 +22,7 @@ Works on any nn.Module.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -135,12 +136,12 @@ def executed(
     `quantize` does.
     """
     with quantized(model, scheme, scope, **options):
+        reason = ""
         try:
-            to_integer(model)
+            inspect.unwrap(to_integer)(unwrapped(model))  # compiled code is kept, as there
         except UserError as error:
-            yield str(error)
-        else:
-            yield ""
+            reason = str(error)
+        yield reason
 
 
 @lasting
