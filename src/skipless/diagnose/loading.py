@@ -5,6 +5,8 @@ Read by the command line; in Python `diagnose(model, batches)` takes any module 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +17,11 @@ from torch import nn
 
 from skipless.diagnose.streaming import file_bytes, free_bytes, open_streamed
 from skipless.errors import UserError
-from skipless.packages import not_installed
+from skipless.packages import need, not_installed
 from skipless.pretrained.beside import check_beside
 from skipless.pretrained.naming import find_model
 from skipless.pretrained.positions import num_positions
-from skipless.pretrained.quantised import refuse_packed
+from skipless.pretrained.quantised import is_compressed, refuse_packed
 from skipless.rundir import CHECKPOINTS, CONFIG
 
 
@@ -81,15 +83,17 @@ def load_subject(name: str, *, layer_by_layer: bool = False) -> Subject:
 
 
 def load_packed(name: str) -> Subject:
-    """The quantised model of a folder that `skipless export` packed, simulated.
+    """The quantised model of a folder that `skipless export` packed, simulated; one in the layout
+    of compressed-tensors as transformers reads it with that package.
 
-    Raises UserError for a damaged folder.
+    Raises UserError for a damaged folder, and where the package is missing.
     """
     from skipless.export import load_quantized
     from skipless.model import Transformer
 
     check_beside(Path(name))
-    model = load_quantized(name)
+    read: Any = _load_compressed if is_compressed(Path(name)) else load_quantized
+    model = read(Path(name))
     if isinstance(model, Transformer):
         from skipless.data import load_tokenizer
 
@@ -100,6 +104,19 @@ def load_packed(name: str) -> Subject:
 
         tokenizer, limit = _tokenizer(name, model, transformers), num_positions(model)
     return Subject(name=name, model=model, tokenizer=tokenizer, limit=limit, source=name)
+
+
+def _load_compressed(folder: Path) -> Any:
+    """A model in the layout of compressed-tensors, its weights unpacked."""
+    need("transformers", "compressed_tensors", why=f"without which {folder} cannot be read")
+    from skipless.surgery.reading import read_model
+
+    with contextlib.redirect_stderr(io.StringIO()):  # the package draws progress bars
+        model = read_model(folder, dtype=torch.float32)  # it cannot be cast after
+        if model.main_input_name == "input_ids":
+            with torch.no_grad():  # it unpacks in the first call
+                model(input_ids=torch.zeros(1, 1, dtype=torch.long))
+    return model
 
 
 def _is_too_large(source: str) -> bool:

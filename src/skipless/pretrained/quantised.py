@@ -13,6 +13,8 @@ from typing import Any
 
 from skipless.errors import UserError
 
+COMPRESSED = "compressed-tensors"
+
 
 def refuse_packed(folder: Path) -> None:
     """UserError for a folder whose config.json says that its weights are quantised."""
@@ -25,16 +27,24 @@ def refuse_packed(folder: Path) -> None:
             f"`skipless generate {folder}` writes with it, and for all else name the model it was "
             "made from, with --schemes where a command takes them"
         )
+    reads = ""
+    if method == COMPRESSED:
+        reads = f"; `skipless generate {folder}` and `skipless eval {folder} --text FILE` read it"
     if isinstance(method, str):
         raise UserError(
-            f"{folder} holds weights that are quantised already ({method}), and no plain ones; "
-            "name the model it was made from"
+            f"{folder} holds weights that are quantised already ({method}), and no plain ones"
+            f"{reads}; {'for all else ' if reads else ''}name the model it was made from"
         )
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether the folder holds packed integers that `skipless export` wrote."""
-    return _settings(folder).get("quant_method") == "skipless"
+    """Whether the folder holds packed integers, in either layout that `skipless export` writes."""
+    return _settings(folder).get("quant_method") in ("skipless", COMPRESSED)
+
+
+def is_compressed(folder: Path) -> bool:
+    """Whether it is in the layout of compressed-tensors."""
+    return _settings(folder).get("quant_method") == COMPRESSED
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from skipless.diagnose.loading import Decoder, load_packed, load_subject
 from skipless.errors import UserError
 from skipless.model import Transformer
-from skipless.pretrained.quantised import is_packed
+from skipless.pretrained.quantised import is_compressed, is_packed
 from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
 from skipless.serving.stepping import ForeignSteps, OwnSteps
 from skipless.surgery.checking import check_finite
@@ -135,12 +135,12 @@ def open_writer(
     writer.kv_bits = kv_bits
     place = _device(device, quantised=parsed is not None or quantization(model) is not None)
     if quantization(model) is None:
-        if place.type == "cpu":
+        if place.type == "cpu" and not is_compressed(Path(name)):
             model.float()  # half precision is far slower there
         model.to(place)
     if parsed is not None:
         quantize(model, parsed, scope, calibration=batches() if batches else None)
-    writer.kind, writer.engine = _start(model, engine, place)
+    writer.kind, writer.engine = _start(model, engine, place, name)
     if writer.kv_bits is not None:
         _check_cache(writer)
         writer.engine += f", cache of {writer.kv_bits}-bit integers"
@@ -209,11 +209,14 @@ def _ends(name: str, *sources: Any) -> frozenset[int]:
     return frozenset(ends)
 
 
-def _start(model: Any, engine: str, place: torch.device) -> tuple[str, str]:
+def _start(model: Any, engine: str, place: torch.device, source: str) -> tuple[str, str]:
     """Put a quantised model on integers if it can; (kind, what computes in words)."""
     record = quantization(model)
     if record is None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        if is_compressed(Path(source)):
+            what = "weights and activations" if _rounded_by_others(model) else "weights"
+            return "simulated", f"{what} rounded by compressed-tensors ({dtype}) on {place.type}"
         return "full", f"full precision ({dtype}) on {place.type}"
     name = f"{record.scheme}" + ("" if record.scope == "linear" else f" in scope {record.scope}")
     if engine == "simulated":
@@ -271,16 +274,26 @@ def _check_ours(name: str, model: Transformer) -> None:
 def _check_foreign(name: str, model: Any) -> None:
     from skipless.surgery.reading import no_next_token
 
-    record = quantization(model)
-    if record is not None:  # a range that all tokens share would let the last move those before it
+    # a range that all tokens share would let the last move those before it
+    record, others = quantization(model), _rounded_by_others(model)
+    if record is not None:
         record.state.mode = "off"
+    for module in others:
+        module.quantization_enabled = False
     try:
         reason = no_next_token(model)
     finally:
         if record is not None:
             record.state.mode = "quantize"
+        for module in others:
+            module.quantization_enabled = True
     if reason:
         raise UserError(f"{name} is no causal language model: {reason}")
+
+
+def _rounded_by_others(model: Any) -> list[Any]:
+    """Modules whose inputs the package compressed-tensors rounds."""
+    return [m for m in model.modules() if getattr(m, "quantization_enabled", None) is True]
 
 
 def _is_own(tokenizer: Any) -> bool:

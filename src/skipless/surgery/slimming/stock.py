@@ -16,6 +16,7 @@ import torch
 from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.model import Transformer, is_absent
+from skipless.packages import need
 from skipless.surgery.slimming.folding import LIMIT, Folded, difference, fold, sample_inputs
 
 __all__ = ["fold_to_stock", "to_stock"]
@@ -97,6 +98,7 @@ def _obstacle(config: ModelConfig) -> str:
 
 
 def _build(config: ModelConfig) -> Any:
+    need("transformers")
     import transformers
 
     family = "Llama" if config.hidden_act == "swiglu" else "Arcee"
