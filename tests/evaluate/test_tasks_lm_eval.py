@@ -227,6 +227,26 @@ def test_a_run_writes_answers(copy_run, tmp_path, capsys):
     assert "as many tokens as it takes in all, 32" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("content", "told"), [
+    ("task: [unclosed", "lm-eval cannot run .*task.yaml .*flow sequence"),
+    ("- a", "lm-eval cannot run .*task.yaml .*YAML dict"),
+    ("QUESTION_LOST", "lm-eval cannot run .*task.yaml .*'nothing' is undefined"),
+    ("METRIC_LOST", "lm-eval cannot run .*task.yaml"),
+    ("task: piqa", "task.yaml and piqa are tasks of one name, 'piqa'; rename one"),
+    ('{"task": "piqa"}', "task.yaml and piqa are tasks of one name"),
+])  # fmt: skip
+def test_a_faulty_file_of_a_task(content, told, folder, tmp_path):
+    sums = json.loads(write_sums(tmp_path).read_text())
+    if content == "QUESTION_LOST":
+        content = json.dumps({**sums, "doc_to_text": "{{nothing}}"})
+    elif content == "METRIC_LOST":
+        content = json.dumps({**sums, "metric_list": [{"metric": "nonsense"}]})
+    (tmp_path / "task.yaml").write_text(content)
+    names = [str(tmp_path / "task.yaml"), *(["piqa"] if "piqa" in content else [])]
+    with pytest.raises(UserError, match=told):
+        run_lm_eval(llama(), hf_tokenizer(tmp_path), names, source=str(folder))
+
+
 def test_pairs_are_of_one_way_to_read_an_answer():
     """A question is there once for each filter, and is compared with itself under that filter."""
 

