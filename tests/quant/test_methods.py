@@ -61,6 +61,19 @@ def test_function_stays_and_restore_is_bit_for_bit(model, ids, method):
     assert torch.equal(logits(model, held_out), before)
 
 
+@pytest.mark.parametrize("method", ALL)
+def test_models_in_float64_and_bfloat16(make_transformer, ids, method):
+    for dtype, near in ((torch.float64, 1e-6), (torch.bfloat16, 5e-2)):
+        model = make_transformer("residual").to(dtype)
+        before = logits(model, ids)
+        quantize(model, "W4A8", "block", method=method, calibration=[ids])
+        assert logits(model, ids).dtype == dtype
+        with paused(model):
+            difference = (logits(model, ids) - before).norm() / before.norm()
+        assert float(difference) < near
+        assert torch.equal(logits(restore(model), ids), before)
+
+
 @pytest.mark.parametrize("method", ["smooth", "stream+hadamard", "rotation:learned,steps=1"])
 def test_casting_while_quantised_still_restores(make_transformer, ids, method):
     model = make_transformer("residual")

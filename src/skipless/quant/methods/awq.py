@@ -24,7 +24,7 @@ from torch import Tensor
 from skipless.fallback import double
 from skipless.jsonable import Config
 from skipless.quant.fake import fake_quantize
-from skipless.quant.transforms.session import Session
+from skipless.quant.transforms.session import Session, wide
 from skipless.quant.transforms.tracing import Group
 from skipless.quant.weights import quantize_weight
 from skipless.scheme import Scheme
@@ -56,7 +56,7 @@ class Awq(Config):
             parts = kept.setdefault(key, [])
             room = KEPT - sum(len(part) for part in parts)
             if room > 0:  # spread over the batch, not its first sequence alone
-                parts.append(rows[:: max(1, len(rows) // room)][:room].float().clone())
+                parts.append(wide(rows[:: max(1, len(rows) // room)][:room]).clone())
 
         session.collect(visit, session.changeable)
         changed = 0
@@ -65,7 +65,7 @@ class Awq(Config):
                 continue
             total, count = sums[group.names[0]]
             x = torch.cat(kept.pop(group.names[0]))
-            mean = session.pool(group, (total / count).float().to(x.device))
+            mean = session.pool(group, (total / count).to(x.dtype).to(x.device))
             members = session.members(group)
             scheme = session.targets[members[0]].scheme
             matrices = [session.matrix(name) for name in members]
