@@ -243,6 +243,7 @@ def test_sweep_compares_and_names_the_best(tmp_path, monkeypatch):
                 row.error = "it broke"
             else:
                 RunDir(row.directory).append("metrics.jsonl", {"held_out_loss": losses[value]})
+                RunDir(row.directory).write_json("train.json", {"held_out_tokens": 4096})
 
     monkeypatch.setattr(sweep, "train_rows", pretend)
     texts = []
@@ -253,6 +254,7 @@ def test_sweep_compares_and_names_the_best(tmp_path, monkeypatch):
     )  # fmt: skip
     assert texts == [("mine.txt",)]
     assert [row["held_out_loss"] for row in found] == [5.0, 4.5, None]
+    assert [row["held_out_tokens"] for row in found] == [4096, 4096, None]
     assert found[2]["error"] == "it broke"
     assert sweep.best(found)["demo-rf-kl"]["optim.lr"] == "2e-3"
     assert json.loads((tmp_path / "sweep.json").read_text()) == found

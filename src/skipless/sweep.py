@@ -12,7 +12,7 @@ from skipless.demo import prepare_data
 from skipless.errors import UserError
 from skipless.jsonable import override
 from skipless.rows import Row, check_jobs, train_rows
-from skipless.rundir import METRICS, RunDir
+from skipless.rundir import METRICS, RESULT, RunDir
 
 
 def run_sweep(
@@ -27,7 +27,8 @@ def run_sweep(
     """Train every recipe at every value; finished runs are not repeated.
 
     Returns a row a run: {"recipe", SETTING: value, "held_out_loss" in nats (None if it failed),
-    "error"}, also written to OUT/sweep.json. `settings` are further overrides, the same for all.
+    "held_out_tokens" that it is the mean over (passages of a classifier), "error"}, also written to
+    OUT/sweep.json. `settings` are further overrides, the same for all.
     """
     if not names or not values:
         raise UserError("a sweep needs at least one recipe and one value: --values 1e-3 2e-3")
@@ -48,13 +49,18 @@ def run_sweep(
     results = []
     for (name, value), row in zip(keys, rows, strict=True):
         losses: list[float] = []
+        counted = None
         try:
             found = RunDir(row.directory).read_jsonl(METRICS)
             losses = [r["held_out_loss"] for r in found if "held_out_loss" in r]
+            counted = RunDir(row.directory).read_json(RESULT, {}).get("held_out_tokens")
         except UserError as error:  # one damaged log must not cost the whole table
             row.error = row.error or str(error)
         loss = losses[-1] if losses and not row.error else None
-        results.append({"recipe": name, setting: value, "held_out_loss": loss, "error": row.error})
+        results.append({
+            "recipe": name, setting: value, "held_out_loss": loss, "held_out_tokens": counted,
+            "error": row.error,
+        })  # fmt: skip
     RunDir(out).write_json("sweep.json", results)
     return results
 

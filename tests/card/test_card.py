@@ -106,8 +106,9 @@ def test_what_was_not_measured_says_with_which_command(run):
         "probe", "quantize", "quantize", "eval",
     ]  # fmt: skip
     assert all(str(run) in command for command in commands)
-    loss = json.loads((run / "train.json").read_text())["held_out_loss"]
-    assert f"| loss, nats a token | {loss:.4f} |" in text
+    result = json.loads((run / "train.json").read_text())
+    assert f"| loss, nats a token | {result['held_out_loss']:.4f} |" in text
+    assert f"| held-out tokens | {result['held_out_tokens']} |" in text
     assert "From the end of training, without its error: `skipless eval" in text
     assert "dB" not in text and "perplexity" not in text
 

@@ -1,5 +1,6 @@
 """The commands eval, probe and quantize: what they read, what they print, how early they refuse."""
 
+import json
 import subprocess
 import sys
 
@@ -78,6 +79,37 @@ def test_quantize_answers_which_layer_is_worst_at_the_scheme_asked_for(copy_run,
     assert "goes with --by-layer" in capsys.readouterr().err
 
 
+def test_every_loss_says_on_how_many_tokens_and_whether_it_beats_frequencies(
+    copy_run, tmp_path, capsys
+):
+    run = copy_run(tmp_path / "run")
+    result = json.loads((run / "train.json").read_text())
+    assert result["held_out_tokens"] == 128  # train.eval_tokens
+
+    def said(*words):
+        assert main([*words]) == 0
+        return capsys.readouterr().out
+
+    last = f"held-out loss {result['held_out_loss']:.4f} nats on 128 tokens after 8 steps"
+    shown = said("train", str(run))
+    assert last in shown
+    assert "(64 held-out tokens)" in said("eval", str(run), "--num-tokens", "64")
+    words = ("quantize", str(run), "--num-tokens", "64", "--scopes", "linear")
+    assert " nats on 64 held-out tokens\n" in said(*words, "--schemes", "W8A8")
+    assert " on 64 tokens, " in said(*words[:4], "--suggest", "W8A8", "W8A16")
+    note = json.loads((run / "data.json").read_text())
+    for frequencies, above in ((result["held_out_loss"] - 0.1, True), (99.0, False)):
+        (run / "data.json").write_text(json.dumps(note | {"unigram_loss": frequencies}))
+        for command in ("train", "eval"):
+            told = f"token frequencies alone reach {frequencies:.4f} nats"
+            assert (told in said(command, str(run))) is above
+    (run / "data.json").write_text(json.dumps(note | {"unigram_loss": None}))
+    assert "frequencies" not in said("train", str(run))
+    del result["held_out_tokens"]  # a run of before
+    (run / "train.json").write_text(json.dumps(result))
+    assert last.replace(" on 128 tokens", "") in said("train", str(run))
+
+
 def test_one_sequence_has_no_error_and_eval_says_so(copy_run, tmp_path, capsys):
     path = str(copy_run(tmp_path / "run"))
     assert main(["eval", path, "--num-tokens", "16"]) == 0
@@ -115,8 +147,9 @@ def test_what_is_not_known_is_left_out_or_dashed():
     assert probe_lines({"sites": [site]})[1].split() == ["a:output", "–", "–", "–"]
     row = {"site": "a", "kind": "weight", "bits": 4, "sqnr": None, "ideal": 18.9, "gap": None}
     place = {"scheme": "W4A8", "scope": "linear"}
-    lines = quantize_lines({"full_precision": 1.0, "rows": [
+    lines = quantize_lines({"full_precision": 1.0, "num_tokens": 4096, "rows": [
         {"scheme": "W4A8", "scope": "linear", "loss": 1.0, "increase": -0.01}],
         "sqnr": place | {"rows": [row]}, "error": place | {"rows": [
             {"layer": None, "sublayer": None, "r": 0.5}]}})  # fmt: skip
+    assert lines[0] == "full precision 1.0000 nats on 4,096 held-out tokens"
     assert lines[1] == "W4A8  linear  1.0000  -0.0100 nats" and "grows" not in lines[-1]

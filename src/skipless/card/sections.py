@@ -160,7 +160,11 @@ def _loss_of_training(facts: Facts) -> list[str]:
     if not isinstance(found, (int, float)):
         return _not_measured("held-out loss", command)
     unit = "passage" if facts.is_classifier else "token"
-    lines = _table(("held out", "value"), [(f"loss, nats a {unit}", _number(found, ".4f"))])
+    rows = [(f"loss, nats a {unit}", _number(found, ".4f"))]
+    counted = facts.result.get("held_out_tokens")
+    if isinstance(counted, int):
+        rows.append((f"held-out {unit}s", f"{counted:,}"))
+    lines = _table(("held out", "value"), rows)
     return [*lines, "", f"From the end of training, without its error: `{command}` measures it."]
 
 

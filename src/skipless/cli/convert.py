@@ -130,7 +130,11 @@ def convert(
         curves = {site: [row.to_dict() for row in rows] for site, rows in measured.items()}
         if out is not None:
             draw_untrained(curves, path / "untrained.png")
-        print_json(curves) if json else print(*_curve_lines(curves), sep="\n")
+        if json:
+            print_json(curves)
+        else:
+            print(f"held-out loss in nats a token, on at most {source.held_out_tokens:,} tokens")
+            print(*_curve_lines(curves), sep="\n")
         if out is not None and not json:
             print(path / "untrained.png")
         return
@@ -172,8 +176,9 @@ def _stage_lines(record: dict[str, Any]) -> list[str]:
             f"{control['increase']:+.4f}", f"{row['tokens']:,}",
         ))  # fmt: skip
     lines = [
-        f"unconverted: held-out loss {record['loss']:.4f} nats a token; increases over it, beside "
-        "what the same skips cost untrained", *aligned(rows),
+        f"unconverted: held-out loss {record['loss']:.4f} nats a token on "
+        f"{record['num_tokens']:,} tokens; increases over it, beside what the same skips cost "
+        "untrained", *aligned(rows),
     ]  # fmt: skip
     if not record["stages"][-1]["kept"]:
         lines[-1] += "  <- beyond the budget, undone"

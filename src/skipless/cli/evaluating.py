@@ -15,7 +15,7 @@ from skipless.cli.arguments import (
     whole_number,
 )
 from skipless.cli.measuring import OWN, open_run
-from skipless.cli.terminal import aligned, evaluation_line, print_json
+from skipless.cli.terminal import aligned, evaluation_line, frequency_lines, print_json
 from skipless.errors import UserError
 from skipless.scheme import Scheme
 
@@ -134,7 +134,13 @@ def _loss(
 
         check_finite(loaded.model, model)
         result = evaluate_run(loaded, num_tokens=tokens)
-    print_json(result) if json else print(evaluation_line(result))
+    if json:
+        print_json(result)
+        return
+    print(evaluation_line(result))
+    if text is None and "accuracy" not in result:
+        for line in frequency_lines(result["held_out_loss"], model):
+            print(line)
 
 
 def _subject(name: str) -> Any:

@@ -200,7 +200,9 @@ def _llama(
 
     done = export_llama(model, path, text=text, norm_gains=norm_gains, num_tokens=tokens)
     lines = [f"{done.model}, {done.folded.describe()}"]
-    lines += [f"  {name:<14}  held-out loss {before:.5f} -> {after:.5f}"
+    if done.losses:
+        lines.append(f"held-out loss on {done.num_held_out:,} tokens:")
+    lines += [f"  {name:<14}  {before:.5f} -> {after:.5f}"
               for name, (before, after) in done.losses.items()]  # fmt: skip
     answer = {"model": done.model, "difference": done.folded.difference}
     return lines, answer, "stock transformers"

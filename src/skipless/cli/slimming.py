@@ -78,12 +78,17 @@ def prune(
         print_json({
             "path": str(done.path), "kind": done.kind, **dataclasses.asdict(pruned),
             "held_out_before": done.held_out_before, "held_out_after": done.held_out_after,
+            f"num_held_out_{done.counted}": done.num_held_out,
         })  # fmt: skip
         return
     print(pruned.table())
     print(pruned.describe())
     change = done.held_out_after - done.held_out_before
-    print(f"held-out loss {done.held_out_before:.5f} -> {done.held_out_after:.5f} ({change:+.5f})")
+    print(
+        f"held-out loss {done.held_out_before:.5f} -> {done.held_out_after:.5f} ({change:+.5f}) on "
+        f"{done.num_held_out:,} {done.counted}; the loss above is on {done.num_chosen:,} that it "
+        "chose by"
+    )
     readers = {
         "run": "a run: skipless eval, quantize, fold read it",
         "patched": "skipless.surgery.load reads it",
@@ -126,13 +131,15 @@ def fold(
             "path": str(done.path), "model": done.model, "folded": folded.folded,
             "kept": folded.kept, "zeroed": folded.zeroed, "difference": folded.difference,
             "losses": {n: {"before": b, "after": a} for n, (b, a) in done.losses.items()},
-            "unmeasured": done.unmeasured,
+            "num_held_out_tokens": done.num_held_out, "unmeasured": done.unmeasured,
         })  # fmt: skip
         return
     print(folded.describe())
+    if done.losses:
+        print(f"held-out loss on {done.num_held_out:,} tokens:")
     for name, (before, after) in done.losses.items():
         change = round(after - before, 5) + 0.0  # no negative 0
-        print(f"  {name:<14}  held-out loss {before:.5f} -> {after:.5f} ({change:+.5f})")
+        print(f"  {name:<14}  {before:.5f} -> {after:.5f} ({change:+.5f})")
     if done.unmeasured:
         print(f"no held-out loss: {done.unmeasured}")
     print(f"{done.path}  ({done.model}; stock transformers reads it)")

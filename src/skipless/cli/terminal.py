@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from skipless.errors import UserError
 
 NUM_WORST = 5
 
@@ -40,7 +43,7 @@ def evaluation_line(result: dict[str, Any]) -> str:
     if "accuracy" in result:
         return (
             f"accuracy {result['accuracy']:.2%} ± {result['standard_error']:.2%}, loss "
-            f"{result['held_out_loss']:.4f} nats ({result['num_passages']} held-out passages)"
+            f"{result['held_out_loss']:.4f} nats ({result['num_passages']:,} held-out passages)"
         )
     error, bits = result["standard_error"], result["bits_per_byte"]
     return (
@@ -48,10 +51,26 @@ def evaluation_line(result: dict[str, Any]) -> str:
         + (f" ± {error:.4f} nats, " if error is not None else " nats, ")
         + f"perplexity {result['perplexity']:.2f}"
         + (f", {bits:.4f} bits per byte" if bits is not None else "")
-        + f" ({result['num_tokens']} held-out tokens"
+        + f" ({result['num_tokens']:,} held-out tokens"
         + ("" if error is not None else " of one sequence, too few for a standard error")
         + ")"
     )
+
+
+def frequency_lines(loss: float, run: str | Path) -> list[str]:
+    """A line where the loss of a run is above that of token frequencies alone, which it noted."""
+    from skipless.rundir import DATA, RunDir
+
+    try:
+        known = RunDir(run).read_json(DATA, {}).get("unigram_loss")
+    except (UserError, AttributeError):
+        return []
+    if not isinstance(known, float) or not loss > known:
+        return []
+    return [
+        f"token frequencies alone reach {known:.4f} nats: this model knows less of the text than "
+        "which tokens are frequent, and needs a longer training (--train.num_tokens)"
+    ]
 
 
 def probe_lines(result: dict[str, Any]) -> list[str]:
@@ -71,7 +90,10 @@ def quantize_lines(result: dict[str, Any]) -> list[str]:
         (row["scheme"], row["scope"], f"{row['loss']:.4f}", f"{row['increase']:+.4f} nats")
         for row in result["rows"]
     ]
-    lines = [f"full precision {result['full_precision']:.4f} nats", *aligned(rows, left=2)]
+    lines = [
+        f"full precision {result['full_precision']:.4f} nats on {result['num_tokens']:,} held-out "
+        "tokens", *aligned(rows, left=2),
+    ]  # fmt: skip
     simulated = [r["scheme"] for r in result["rows"] if r.get("computed") == "simulated"]
     if simulated:
         names = ", ".join(dict.fromkeys(simulated))
@@ -130,7 +152,8 @@ def suggestion_lines(found: Any, command: str) -> list[str]:
     error = "" if found.standard_error is None else f" ± {found.standard_error:.4f}"
     return [
         found.scheme,
-        f"loss {found.loss:.4f}, {found.increase:+.4f}{error} nats over full precision; "
+        f"loss {found.loss:.4f} on {found.num_tokens:,} tokens, {found.increase:+.4f}{error} nats "
+        "over full precision; "
         f"{found.weight_bits:.2f} bits a weight",
         f"in scope {found.scope}{by}; target {'' if found.met else 'not '}met: {found.reason}",
         f"to try it: {paste_line(command, found.scheme, found.scope, found.method)}",

@@ -15,6 +15,7 @@ from skipless.cli.arguments import (
     option,
     what_to_train,
 )
+from skipless.cli.terminal import frequency_lines
 
 
 def demo(
@@ -79,7 +80,15 @@ def train(
     except KeyboardInterrupt:
         text = interruption(config, directory, measure=measure)
         raise KeyboardInterrupt(text) from None
-    print(f"{directory}  held-out loss {result.held_out_loss:.4f} nats after {result.step} steps")
+    counted = result.held_out_tokens
+    what = "tokens" if config.model.num_labels is None else "passages"
+    on = "" if counted is None else f" on {counted:,} {what}"
+    print(
+        f"{directory}  held-out loss {result.held_out_loss:.4f} nats{on} after {result.step} steps"
+    )
+    if config.model.num_labels is None:
+        for line in frequency_lines(result.held_out_loss, directory):
+            print(line)
 
 
 def sweep(
@@ -115,6 +124,10 @@ def sweep(
         mark = "  <- best" if row is chosen.get(row["recipe"]) else ""
         text = f"{loss:.4f}{mark}" if loss is not None else f"failed: {row['error']}"
         print(f"{row['recipe']:<24} {setting} {row[setting]:<8} {text}")
+    counts = sorted({row["held_out_tokens"] for row in results if row["held_out_tokens"]})
+    if counts:
+        on = " or ".join(f"{count:,}" for count in counts)
+        print(f"held-out loss in nats, the mean over {on} tokens (or passages, of a classifier)")
 
 
 def compare_connections(

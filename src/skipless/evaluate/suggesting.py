@@ -40,6 +40,8 @@ class Suggestion:
     """Why the search ended, in a sentence."""
     loss: float
     """Nats a token under `scheme`, from a pass of its own over all batches."""
+    num_tokens: int
+    """Of the batches, that losses are the means over."""
     full_precision: float
     increase: float
     standard_error: float | None
@@ -94,7 +96,8 @@ def suggest_scheme(
     def result(scheme: Scheme, found: SequenceLosses, bits: float, reason: str, met: bool) -> Any:
         return Suggestion(
             scheme=str(scheme), met=met, reason=reason, loss=found.nats,
-            full_precision=full.nats, increase=found.nats - full.nats,
+            num_tokens=int(full.counts.sum()), full_precision=full.nats,
+            increase=found.nats - full.nats,
             standard_error=found.standard_error(full), weight_bits=bits, scope=scope,
             method=method, steps=steps, num_measured=search.num_measured,
         )  # fmt: skip

@@ -44,6 +44,7 @@ from skipless.train.measure import (
     Batch,
     bits_per_byte,
     held_out_loss,
+    num_labels,
     peak_memory_bytes,
     probe_origin,
     probe_row,
@@ -269,7 +270,9 @@ class Loop:
             path=str(run.path), step=self.at.step, tokens=self.at.tokens,
             loss=[math.nan, *(r["loss"] for r in rows if r.get("loss") is not None)][-1],
             seconds=time.perf_counter() - self.started,
-            peak_memory_bytes=peak_memory_bytes(self.world.device), **held_out,
+            peak_memory_bytes=peak_memory_bytes(self.world.device),
+            held_out_tokens=num_labels(self.held_out_batches(self.settings.eval_tokens)),
+            **held_out,
         )  # fmt: skip
         self.world.first(lambda: run.write_json(RESULT, asdict(result)))
         return result

@@ -72,6 +72,11 @@ def held_out_loss(
     return nats / num_tokens
 
 
+def num_labels(batches: list[Batch]) -> int:
+    """Tokens, or passages of a classifier, that the loss on `batches` is the mean over."""
+    return sum(int((labels != -100).sum()) for _, labels in batches)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes allocated on a CUDA device so far, elsewhere the peak resident size of this
     process; 0 where the system does not tell."""

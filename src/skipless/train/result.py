@@ -38,6 +38,8 @@ class TrainResult:
     """Of the last training batch, nats per token; NaN if the log does not tell."""
     held_out_loss: float
     """Nats per token, or per label of a classifier."""
+    held_out_tokens: int | None = None
+    """That it is the mean over, or passages; None in files of before."""
     held_out_bits_per_byte: float | None = None
     """None for a classifier."""
     seconds: float

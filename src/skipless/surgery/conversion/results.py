@@ -89,11 +89,12 @@ class Conversion(Config):
     def describe(self) -> str:
         """One line: skips gone, loss before and after, tokens."""
         kept = [stage for stage in self.stages if stage.kept]
+        on = "" if self.num_tokens is None else f" on {self.num_tokens:,} tokens"
         if not kept:
-            return f"no skip was removed: loss {self.loss:.4f}"
+            return f"no skip was removed: loss {self.loss:.4f}{on}"
         last = kept[-1]
         return (
             f"{last.num_removed} of {self.total} skips removed: loss {self.loss:.4f} -> "
-            f"{last.loss:.4f} ({last.increase:+.4f}) after {last.tokens:,} tokens; "
+            f"{last.loss:.4f} ({last.increase:+.4f}){on}, after {last.tokens:,} tokens; "
             f"KL to the original {last.kl:.4f}"
         )

@@ -46,6 +46,7 @@ from skipless.surgery.sources import find_folder, model_type
 from skipless.train import LoadedRun
 from skipless.train.distributed import World
 from skipless.train.load import save_weights
+from skipless.train.measure import num_labels
 
 __all__ = ["FoldedFolder", "PrunedFolder", "fold_folder", "prune_folder"]
 
@@ -63,6 +64,11 @@ class PrunedFolder:
     held_out_before: float
     """Nats on documents that had no part in choosing (a label, of a classifier)."""
     held_out_after: float
+    num_held_out: int
+    """How many tokens, or passages of a classifier, these are the means over."""
+    num_chosen: int
+    """The same of what was chosen on, whose losses are in `pruned`."""
+    counted: Literal["tokens", "passages"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,8 @@ class FoldedFolder:
     losses: dict[str, tuple[float, float]]
     """Held-out nats before and after folding: of "full precision" and of every scheme; none where
     nothing was measured."""
+    num_held_out: int
+    """Tokens that these are the means over."""
     unmeasured: str = ""
     """Why not: a model that predicts no next token, or one without a tokenizer."""
 
@@ -112,8 +120,10 @@ def prune_folder(
     with written_folder(target) as temporary:
         kind = _write(source, temporary, pruned, after, plain_before)
     return PrunedFolder(
-        path=target, kind=kind, pruned=pruned, held_out_before=before, held_out_after=after
-    )
+        path=target, kind=kind, pruned=pruned, held_out_before=before, held_out_after=after,
+        num_held_out=source.num_held_out, num_chosen=num_labels(source.chosen_on),
+        counted="tokens" if source.loss is next_token_loss else "passages",
+    )  # fmt: skip
 
 
 def fold_folder(
@@ -163,7 +173,8 @@ def fold_folder(
                 f"and {LIMIT:g} is the limit; nothing was written"
             )
     return FoldedFolder(
-        path=target, model=type(plain).__name__, losses=losses, unmeasured=source.unmeasured,
+        path=target, model=type(plain).__name__, losses=losses,
+        num_held_out=source.num_held_out, unmeasured=source.unmeasured,
         folded=dataclasses.replace(folded, model=again, difference=found),
     )  # fmt: skip
 
@@ -197,7 +208,7 @@ def _write(
     source: Source, folder: Path, pruned: Pruned, held_out: float, plain_before: bool
 ) -> Literal["run", "patched", "plain"]:
     if source.run is not None:
-        _write_run(source.run, folder, pruned, held_out)
+        _write_run(source, source.run, folder, pruned, held_out)
         return "run"
     if plain_before and not has_absent(source.model) and not pruned.still_computed:
         unpatch(source.model)
@@ -209,7 +220,9 @@ def _write(
     return "patched"
 
 
-def _write_run(old: LoadedRun, folder: Path, pruned: Pruned, held_out: float) -> None:
+def _write_run(
+    source: Source, old: LoadedRun, folder: Path, pruned: Pruned, held_out: float
+) -> None:
     """A finished run of the smaller model: settings, environment, text, result and weights."""
     before, after = RunDir(old.path), RunDir(folder)
     config = old.config.replace(
@@ -220,7 +233,10 @@ def _write_run(old: LoadedRun, folder: Path, pruned: Pruned, held_out: float) ->
     for name in (ENVIRONMENT, DATA, TOKENIZER):
         if (before / name).is_file():
             shutil.copy2(before / name, after / name)
-    after.write_json(RESULT, {**before.read_json(RESULT), "held_out_loss": held_out})
+    after.write_json(RESULT, {
+        **before.read_json(RESULT), "held_out_loss": held_out,
+        "held_out_tokens": source.num_held_out,
+    })  # fmt: skip
     after.write_json("prune.json", {
         "source": str(old.path), "loss_before": pruned.loss_before,
         "loss_after": pruned.loss_after, "removed_layers": list(pruned.removed_layers),

@@ -24,6 +24,7 @@ from skipless.surgery.saving import MODEL_TYPE
 from skipless.surgery.slimming.trials import LossFunction, next_token_loss
 from skipless.surgery.sources import copy_tokenizer, is_run, model_type, prepare_text
 from skipless.train import LoadedRun, load_run
+from skipless.train.measure import num_labels
 
 __all__ = ["Source", "holds_run", "open_calibrated", "open_folded", "open_run", "open_source"]
 
@@ -53,6 +54,11 @@ class Source:
     """Set for a run."""
     unmeasured: str = ""
     """Why there are no batches: a model that predicts no next token, or one without tokenizer."""
+
+    @property
+    def num_held_out(self) -> int:
+        """Tokens, or passages, that a held-out loss is the mean over."""
+        return num_labels(self.held_out)
 
     def copy_tokenizer(self, target: Path) -> None:
         """Everything beside weights and config that transformers reads: the tokenizer."""
