@@ -8,8 +8,8 @@ import torch
 from skipless.quant import paused, quantize, restore
 from skipless.quant.transforms.rotation import Rotate
 
-METHODS = ["smooth", "awq", "hadamard", "stream", "rotation:learned,steps=2", "outliers:10%", "gptq",
-           "codebook", "stream+smooth+hadamard+outliers:10%+gptq:order"]  # fmt: skip
+METHODS = ["smooth", "awq", "hadamard", "stream", "rotation:learned,steps=2", "outliers:10%",
+           "gptq", "codebook", "stream+smooth+hadamard+outliers:10%+gptq:order"]  # fmt: skip
 
 
 def logits(model, ids: torch.Tensor) -> torch.Tensor:
