@@ -149,7 +149,7 @@ def test_a_card_of_somebody_else_is_kept(run, tmp_path, capsys):
 
 def test_the_use_lines_fit_the_folder(run, tmp_path):
     for config, words in [
-        ({"model_type": "skipless", "quantization_config": {}}, "load_quantized"),
+        ({"model_type": "skipless", "quantization_config": {}, "model": {}}, "load_quantized"),
         ({"model_type": "skipless", "auto_map": {}}, "trust_remote_code=True"),
         ({"model_type": "llama"}, "AutoModelForCausalLM"),
     ]:

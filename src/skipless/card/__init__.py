@@ -1,6 +1,6 @@
 """The model card of a run: README.md with a YAML head, every number from the run's own files.
 
-facts.py     what the run holds, and of which weights
+facts.py     what the run holds, and of which weights; held.py the folder
 equations.py which equations a run's settings name
 sections.py  the headings, in Markdown
 head.py      the YAML
@@ -28,9 +28,9 @@ NAME = "README.md"
 def card_text(run: str | Path, folder: str | Path | None = None, *, docs: str = "") -> str:
     """The card of `run` as Markdown.
 
-    `folder` is where the model stands that the card is for (the lines under Use fit what its
-    config.json says); None: the run itself. `docs` is the address of the package's docs folder, to
-    which equations then link. Raises UserError for what is no run.
+    `folder` is where the model stands that the card is for (the lines under Use fit what it
+    holds); None: the run itself. `docs` is the address of the package's docs folder, to which
+    equations then link. Raises UserError for what is no run.
     """
     facts = read_facts(run, None if folder is None else Path(folder), docs=docs)
     return head(facts) + "\n" + body(facts)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skipless.card.held import Held, what_holds
 from skipless.config import RunConfig
 from skipless.errors import UserError
-from skipless.jsonable import parse_json, read_text
-from skipless.rundir import CONFIG, ENVIRONMENT, RunDir
+from skipless.rundir import ENVIRONMENT, RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +30,8 @@ class Facts:
     quant: dict[str, Any] | None
     probe: dict[str, Any] | None
     tasks: dict[str, Any] | None
-    model_type: str | None
-    """Of the folder that the card is for; None for the run itself."""
-    has_code: bool
-    """Whether that folder brings its own code (trust_remote_code)."""
-    is_packed: bool
-    """Whether it holds packed integers."""
+    holds: Held
+    """What lies in the folder that the card is for."""
     docs: str
 
     @property
@@ -63,13 +59,12 @@ def read_facts(run: str | Path, folder: Path | None, *, docs: str = "") -> Facts
         of = found.get("measured")
         return found if isinstance(of, dict) and of.get("step") == step else None
 
-    model_type, has_code, is_packed = _of_folder(folder)
     return Facts(
         run=str(run), config=config, environment=_object(directory, ENVIRONMENT) or {},
         result=result, text=_object(directory, "data.json") or {},
         evaluation=measured("eval.json"), quant=measured("quant.json"),
-        probe=measured("probe.json"), tasks=_tasks(directory, step), model_type=model_type,
-        has_code=has_code, is_packed=is_packed, docs=docs.rstrip("/"),
+        probe=measured("probe.json"), tasks=_tasks(directory, step), holds=what_holds(folder),
+        docs=docs.rstrip("/"),
     )  # fmt: skip
 
 
@@ -91,13 +86,3 @@ def _tasks(directory: RunDir, step: Any) -> dict[str, Any] | None:
         return found if found["measured"].get("step") == step else None
     newer = (directory / "tasks.json").stat().st_mtime >= weights.stat().st_mtime
     return found if newer else None
-
-
-def _of_folder(folder: Path | None) -> tuple[str | None, bool, bool]:
-    if folder is None or not (folder / CONFIG).exists():
-        return None, False, False
-    config = parse_json(read_text(folder / CONFIG), where=str(folder / CONFIG))
-    if not isinstance(config, dict):
-        return None, False, False
-    kind = config.get("model_type")
-    return kind, "auto_map" in config, "quantization_config" in config

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from skipless.card.facts import Facts
+from skipless.data.catalog import SOURCES
 
 HUB = "hf:"
 
@@ -16,10 +17,13 @@ HUB = "hf:"
 def head(facts: Facts) -> str:
     """The lines between two ---."""
     config = facts.config
+    languages = _languages(facts)
+    named = ["language:", *(f"- {code}" for code in languages)]
     lines = [
         "---",
         "# license: yours to choose; those of the training texts stand under Attribution",
-        f"library_name: {'transformers' if facts.model_type else 'skipless'}",
+        *(named if languages else ["# language: yours to name, of texts not known here"]),
+        f"library_name: {facts.holds.library}",
         f"pipeline_tag: text-{'classification' if facts.is_classifier else 'generation'}",
         "tags:",
         *(f"- {tag}" for tag in tags(facts)),
@@ -28,7 +32,17 @@ def head(facts: Facts) -> str:
     datasets = [s.removeprefix(HUB) for s in config.data.sources if s.startswith(HUB)]
     if datasets:
         lines += ["datasets:", *(f"- {json.dumps(name)}" for name in datasets)]
+    else:
+        lines.append("# datasets: none of the hub; the texts stand under Data and tokens")
     return "\n".join((*lines, "---", ""))
+
+
+def _languages(facts: Facts) -> list[str]:
+    """Codes of the languages of the training texts; [] where one of them is not known here."""
+    sources = facts.config.data.sources
+    if not all(name in SOURCES.names() for name in sources):
+        return []
+    return sorted({SOURCES.get(name).language for name in sources})
 
 
 def tags(facts: Facts) -> list[str]:
@@ -43,6 +57,6 @@ def tags(facts: Facts) -> list[str]:
     if set(kinds) <= {"none", "anneal"}:
         found.append("residual-free")
     found.append(facts.config.optim.name.replace("_", "-"))
-    if facts.is_packed:
+    if facts.holds.is_packed:
         found.append("quantized")
     return list(dict.fromkeys(found))

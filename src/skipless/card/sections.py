@@ -267,7 +267,7 @@ def _tasks(facts: Facts) -> list[str]:
         return ["Not measured: tasks ask a language model."]
     if facts.tasks is None:
         return _not_measured("zero-shot tasks", f"skipless eval {_run(facts)} --tasks core8")
-    from skipless.evaluate.tasks.tables import lead_metric
+    from skipless.evaluate.tasks.tables import comparison_lines, lead_metric
 
     sizes = {about["name"]: about for about in facts.tasks.get("tasks", ())}
     rows = []
@@ -282,8 +282,11 @@ def _tasks(facts: Facts) -> list[str]:
                 _number(entry[metric], ".3f") + _plus(entry.get(f"{metric}_stderr"), ".3f"),
                 _number(about.get("chance"), ".3f"), _number(about.get("num_questions"), "d"),
             ))  # fmt: skip
-    heads = ("scheme", "task", "metric", "value", "chance", "questions")
-    return _table(heads, rows)
+    lines = _table(("scheme", "task", "metric", "value", "chance", "questions"), rows)
+    if compared := comparison_lines(facts.tasks):
+        said = "Against full precision, question by question: an interval that holds zero shows no"
+        lines += ["", f"{said} effect; KL in nats.", "", *_table(compared[0], compared[1:])]
+    return lines
 
 
 def _limits(facts: Facts) -> list[str]:

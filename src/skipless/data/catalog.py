@@ -56,6 +56,8 @@ class Source(Package):
     """After cleaning; for stdlib about that many."""
     unit: str
     """What a document is: these are held out whole."""
+    language: str = "en"
+    """Its code, ISO 639-1."""
     read: Callable[[Path], Iterator[Document]]
     """Archive -> documents, not yet cleaned."""
 
