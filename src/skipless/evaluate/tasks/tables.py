@@ -69,8 +69,9 @@ def _others(entry: Mapping[str, Any]) -> list[str]:
 
 def _value(entry: Mapping[str, Any], metric: str) -> str:
     error = entry.get(f"{metric}_stderr")
-    shown = f"{entry[metric]:.3f}"
-    return f"{shown} ± {error:.3f}" if isinstance(error, float) else shown
+    form = ".3f" if abs(entry[metric]) < 1e5 else ".2e"  # a perplexity has no end
+    shown = f"{entry[metric]:{form}}"
+    return f"{shown} ± {error:{form}}" if isinstance(error, float) else shown
 
 
 def comparison_lines(summary: Mapping[str, Any]) -> list[list[str]]:
