@@ -109,6 +109,24 @@ def test_crop_and_reorder(make_transformer):
             model(IDS, cache=cache)
 
 
+@torch.no_grad()
+def test_a_copied_cache_goes_on_by_itself(make_transformer):
+    """As one does to try several ends of a text; alone, or together with the model."""
+    model = make_transformer("none")
+    quantize(model, "W8A8-KV4")
+    to_integer(model)
+    cache = model.new_cache()
+    model(IDS, cache=cache)
+    twin, (other, with_model) = copy.deepcopy(cache), copy.deepcopy((model, cache))
+    expected = model(IDS[:, :1], cache=cache).logits
+    assert twin.length == IDS.shape[1] == cache.length - 1
+    assert torch.equal(model(IDS[:, :1], cache=twin).logits, expected)
+    assert torch.equal(other(IDS[:, :1], cache=with_model).logits, expected)
+    ends = [each(IDS[:, 1:2], cache=kept).logits
+            for each, kept in ((model, cache), (model, twin), (other, with_model))]  # fmt: skip
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
 def test_it_is_undone_and_copied(make_transformer):
     model = make_transformer("none")
     with torch.no_grad():

@@ -17,6 +17,7 @@ serves other caches too (`skipless.hf.QuantizedCache`). Read by `quant.integers`
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Any
@@ -158,6 +159,13 @@ class PackedStore:
         self._packer = packer
         self.packed = PackedTensor(packer.site.bits, symmetric=packer.site.symmetric)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedStore:
+        """In a copy of the cache, for the same model or the copy that was made before it."""
+        twin = PackedStore(memo.get(id(self._packer), self._packer))
+        memo[id(self)] = twin
+        twin.packed = copy.deepcopy(self.packed, memo)
+        return twin
+
     @property
     def num_bytes(self) -> int:
         """What it takes."""
@@ -193,6 +201,14 @@ class _Stores:
 
     def __call__(self, layer: int, kind: str) -> PackedStore:
         return PackedStore(self.packers[layer, kind])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Stores:
+        """Of the copied model; a cache that is copied by itself stays with its model."""
+        if id(self.model) not in memo:
+            return self
+        memo[id(self)] = twin = object.__new__(_Stores)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def remove(self) -> None:
         for handle in self.handles:
