@@ -103,6 +103,7 @@ def test_half_floats(tokenizer, tmp_path):
     model = to_stock(ours())
     done = export_gguf(Plain(model=model, tokenizer=tokenizer), tmp_path / "a.gguf", dtype="f16")
     assert done.kinds == {"F16": 15, "F32": 5} and 1e-6 < done.difference < 5e-3
+    assert done.to_rounded < 1e-5
     read = read_gguf((tmp_path / "a.gguf").read_bytes())
     value = model.model.layers[0].mlp.up_proj.weight.detach().numpy()
     assert np.array_equal(read.tensor("blk.0.ffn_up.weight"), value.astype("f2").astype("f4"))
@@ -117,6 +118,10 @@ def test_blocks_hold_the_codes_of_the_scheme(tokenizer, tmp_path):
     plain = Plain(model=model, tokenizer=tokenizer)
     done = export_gguf(plain, tmp_path / "a.gguf", scheme="W8Afp-w:g32")
     assert done.kinds == {"Q8_0": 14, "F32": 6}
+    assert 0 < done.to_rounded < 0.2 * done.difference
+    told = done.describe()
+    assert f"in full precision {done.difference:.2g} of the largest one, which is the round" in told
+    assert f"to the model with rounded weights {done.to_rounded:.2g}" in told
     exact = logits(model)
     quantize(model, "W8Afp-w:g32")  # export_gguf quantised a copy
     simulated = logits(model)
@@ -268,7 +273,7 @@ def test_a_trained_run_goes_to_gguf_to_llama_and_back(rezero, tmp_path, capsys):
     # and the folder, a Llama like any other, is a source itself
     assert main(["export", str(folder), "--format", "gguf", "--dtype", "f16", "--norm-gains",
                  "--out", str(tmp_path / "b.gguf")]) == 0  # fmt: skip
-    assert "largest relative logit difference" in capsys.readouterr().out
+    assert "largest difference of a logit to the model in full precision" in capsys.readouterr().out
 
 
 def test_a_patched_llama(rezero, tmp_path):

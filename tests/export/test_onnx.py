@@ -194,6 +194,8 @@ def test_the_file_says_how_to_open_it(tmp_path):
     assert options.get_session_config_entry("session.x64quantprecision") == "1"
     assert options.get_session_config_entry("session.qdq_matmulnbits_accuracy_level") == "1"
     said = {e.key: e.value for e in onnx.load(tmp_path / "a.onnx").metadata_props}
+    assert said["max_length"] == str(model.config.max_position_embeddings)
+    assert said["vocab_size"] == str(model.config.vocab_size)
     assert said["skipless.scheme"] == "W8A8-static" and said["skipless.scope"] == "linear"
     assert ModelConfig.from_dict(json.loads(said["skipless.config"])) == model.config
     export_onnx(build(), tmp_path / "b.onnx", ids=IDS)

@@ -1,4 +1,4 @@
-"""Packed folders of a run in transformers: the package's own layout and that of compressed-tensors."""
+"""Packed folders of a run in transformers: in our layout and in that of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ def test_auto_classes_read_the_packed_folder_of_a_run(tiny_run, tmp_path, scheme
 def test_what_the_packed_folder_of_a_run_is_not(tiny_run, tmp_path):
     folder = tmp_path / "packed"
     export_folder(str(tiny_run), folder, "W8A8")
+    tokenizer, run = AutoTokenizer.from_pretrained(folder), load_run(tiny_run)
+    assert tokenizer("the king said")["input_ids"] == run.tokenizer.encode("the king said")
+    expected = run.tokenizer.for_transformers(32)
+    for key in ("eos_token_id", "pad_token_id", "padding_side", "model_max_length",
+                "split_special_tokens", "model_input_names"):  # fmt: skip
+        assert getattr(tokenizer, key) == getattr(expected, key), key
     wide = SkiplessForCausalLM.from_pretrained(folder, dtype=torch.float64, device_map="cpu")
     assert wide.dtype == torch.float64
     found, report = SkiplessForCausalLM.from_pretrained(folder, output_loading_info=True)

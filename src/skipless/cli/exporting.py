@@ -103,13 +103,13 @@ def export(
         "llama": lambda: _llama(model, path, text, norm_gains, tokens),
         "gguf": lambda: _gguf(model, path, dtype, scheme, norm_gains),
     }
-    lines, answer, reader = writers[format]()
+    lines, answer, note = writers[format]()
     if json:
         print_json({"path": str(path), "format": format, **answer})
         return
     for line in lines:
         print(line)
-    print(f"{path}  ({reader} reads it)")
+    print(f"{path}  ({note})")
 
 
 def _check_options(format: str, given: set[str]) -> None:
@@ -146,7 +146,7 @@ def _packed(
     lines = [
         done.description,
         f"{done.num_bytes / 1e6:,.1f} MB, {share:.0%} of the {done.full_bytes / 1e6:,.1f} before",
-        f"read back: largest difference of a {what} {done.difference:.2g}",
+        f"read back: largest difference of a {what} to the quantised model {done.difference:.2g}",
     ]
     answer = {
         "description": done.description, "num_bytes": done.num_bytes,
@@ -158,10 +158,9 @@ def _packed(
     is_run = holds_run(find_folder(model))
     reader = "transformers after `import skipless.hf`"
     if layout == "skipless":
-        reader = f"skipless.export.load_quantized, or {reader},"
-    else:
-        reader = f"{reader if is_run else 'transformers'}, with the package compressed-tensors,"
-    return lines, answer, reader
+        return lines, answer, f"skipless.export.load_quantized, or {reader}, reads it"
+    reader = reader if is_run else "transformers"
+    return lines, answer, f"{reader}, with the package compressed-tensors, reads it"
 
 
 def _transformers(
@@ -175,8 +174,8 @@ def _transformers(
         "model": done.model, "difference": done.difference, "num_tokens": done.num_tokens,
         "num_bytes": done.num_bytes,
     }  # fmt: skip
-    reader = "with trust_remote_code=True" if remote_code else "after `import skipless.hf`"
-    return lines, answer, f"transformers, {reader},"
+    how = "with trust_remote_code=True" if remote_code else "after `import skipless.hf`"
+    return lines, answer, f"transformers reads it {how}"
 
 
 def _onnx(
@@ -186,11 +185,15 @@ def _onnx(
 
     done = export_onnx_of(model, path, scheme, cached=cached, **rounding)
     lines = [done.describe(), f"{done.num_bytes / 1e6:,.1f} MB"]
-    answer = {
-        "num_bytes": done.num_bytes,
+    answer: dict[str, Any] = {
+        "num_bytes": done.num_bytes, "max_length": done.max_length,
         "files": {name: vars(found) for name, found in done.files.items()},
-    }
-    return lines, answer, "skipless.export.open_session"
+    }  # fmt: skip
+    if path.suffix == ".onnx" and (tokenizer := Path(model) / "tokenizer.json").is_file():
+        lines.append(f"its tokenizer stays in {tokenizer}")
+        answer["tokenizer"] = str(tokenizer)
+    note = "ONNX Runtime runs it; skipless.export.open_session opens it there with safe settings"
+    return lines, answer, note if scheme else note.removesuffix(" with safe settings")
 
 
 def _llama(
@@ -205,7 +208,7 @@ def _llama(
     lines += [f"  {name:<14}  {before:.5f} -> {after:.5f}"
               for name, (before, after) in done.losses.items()]  # fmt: skip
     answer = {"model": done.model, "difference": done.folded.difference}
-    return lines, answer, "stock transformers"
+    return lines, answer, "stock transformers reads it"
 
 
 def _gguf(
@@ -217,6 +220,9 @@ def _gguf(
     lines = [done.describe(), f"{done.num_bytes / 1e6:,.1f} MB"]
     answer = {
         "architecture": done.architecture, "kinds": done.kinds, "difference": done.difference,
-        "num_bytes": done.num_bytes,
+        "to_rounded": done.to_rounded, "num_bytes": done.num_bytes,
     }  # fmt: skip
-    return lines, answer, "llama.cpp"
+    readers = "llama.cpp and transformers read" if done.architecture == "llama" else (
+        "llama.cpp reads"
+    )  # fmt: skip
+    return lines, answer, f"{readers} it"

@@ -58,6 +58,16 @@ class Tokenizer:
             split_special_tokens=split_special_tokens, clean_up_tokenization_spaces=False,
         )  # fmt: skip
 
+    def config_for_transformers(self, max_length: int) -> dict[str, Any]:
+        """What tokenizer_config.json says of `for_transformers`, made without that package."""
+        eos = None if self.eos_id is None else self.inner.id_to_token(self.eos_id)
+        return {
+            "clean_up_tokenization_spaces": False, "eos_token": eos, "pad_token": eos,
+            "model_input_names": ["input_ids", "attention_mask"], "model_max_length": max_length,
+            "padding_side": "left", "split_special_tokens": False,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }  # fmt: skip
+
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without separators. Raises UserError for what is not text."""
         check_text(text)

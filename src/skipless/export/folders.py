@@ -14,6 +14,7 @@ name, and tells the largest difference.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,10 @@ class Opened:
             self.run.tokenizer.for_transformers(length).save_pretrained(target)
         elif self.run is not None:
             shutil.copy(self.run.tokenizer_path, target / "tokenizer.json")
+            length = self.run.config.model.max_position_embeddings
+            about = self.run.tokenizer.config_for_transformers(length)
+            text = json.dumps(about, indent=2) + "\n"
+            (target / "tokenizer_config.json").write_text(text, encoding="utf-8")
         else:
             copy_tokenizer(self.folder, target)
 

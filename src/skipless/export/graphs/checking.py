@@ -48,10 +48,14 @@ class Comparison:
     def describe(self) -> str:
         """One line."""
         if self.sqnr_file is None or self.sqnr_simulated is None:
-            return f"ONNX Runtime: largest relative logit difference {self.difference:.2g}"
+            return (
+                "run by ONNX Runtime and compared with our model: largest difference of a logit "
+                f"{self.difference:.2g} of the largest one"
+            )
         return (
-            f"ONNX Runtime: logits at {self.sqnr_file:.2f} dB, simulated "
-            f"{self.sqnr_simulated:.2f} dB, to one another {self.agreement:.1f} dB"
+            f"SQNR of the logits to those in full precision: {self.sqnr_file:.2f} dB run by ONNX "
+            f"Runtime, {self.sqnr_simulated:.2f} dB in our simulation; of the one to the other "
+            f"{self.agreement:.1f} dB"
         )
 
 

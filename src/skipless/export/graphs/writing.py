@@ -34,10 +34,13 @@ class WrittenOnnx:
     files: dict[str, Comparison]
     """By name of an ONNX file."""
     num_bytes: int
+    max_length: int
+    """Tokens that a call takes at most, past ones included."""
 
     def describe(self) -> str:
-        """A line a file."""
-        return "\n".join(f"{name}  {found.describe()}" for name, found in self.files.items())
+        """A line a file, and one of how much text it takes."""
+        lines = [f"{name}  {found.describe()}" for name, found in self.files.items()]
+        return "\n".join([*lines, f"up to {self.max_length:,} tokens, past ones included"])
 
 
 def export_onnx(
@@ -65,13 +68,14 @@ def export_onnx(
         )
     check_finite(model, "the model")
     ids = sample_ids(model) if ids is None else ids.cpu()
+    length = model.config.max_position_embeddings
     if Path(out).suffix == ".onnx":
         path = free_file(out, ".onnx")
         check_model(model, cached=cached)
         with evaluation_mode(model), written_file(path) as temporary:
             found = {path.name: _write(model, temporary, cached, ids, None)}
             size = temporary.stat().st_size
-        return WrittenOnnx(path=path, files=found, num_bytes=size)
+        return WrittenOnnx(path=path, files=found, num_bytes=size, max_length=length)
     path = free_folder(out)
     both = model.config.causal and model.config.num_labels is None
     check_model(model, cached=both)
@@ -82,7 +86,7 @@ def export_onnx(
         if beside is not None:
             beside(folder)
         size = sum(file.stat().st_size for file in folder.iterdir())
-    return WrittenOnnx(path=path, files=found, num_bytes=size)
+    return WrittenOnnx(path=path, files=found, num_bytes=size, max_length=length)
 
 
 def _write(
@@ -93,8 +97,11 @@ def _write(
 
 
 def _metadata(model: Transformer) -> dict[str, str]:
-    record = quantization(model)
-    found = {"skipless.version": __version__, "skipless.config": json.dumps(model.config.to_dict())}
+    record, config = quantization(model), model.config
+    found = {
+        "max_length": str(config.max_position_embeddings), "vocab_size": str(config.vocab_size),
+        "skipless.version": __version__, "skipless.config": json.dumps(config.to_dict()),
+    }  # fmt: skip
     if record is not None:
         found |= {"skipless.scheme": str(record.scheme), "skipless.scope": record.scope,
                   SETTINGS: json.dumps(SAFE)}  # fmt: skip

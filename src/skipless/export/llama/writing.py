@@ -56,17 +56,25 @@ class WrittenGguf:
     difference: float
     """Largest |difference of a logit| / largest |logit| of what was read back, to the model before
     its weights were rounded."""
+    to_rounded: float
+    """The same to the model whose weights are rounded as was asked for: that of the scheme, or of
+    half floats; `difference` where nothing is rounded."""
     reader: str
     """Who computed them."""
     num_bytes: int
 
     def describe(self) -> str:
-        """One line."""
+        """A line of what it holds, a line of what was compared with what."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
-        return (
-            f"{self.architecture}, {kinds}; read back by {self.reader}: largest relative logit "
-            f"difference {self.difference:.2g}"
-        )
+        share = f"{self.difference:.2g} of the largest one"
+        lines = [f"{self.architecture}, {kinds}", f"read back by {self.reader}; largest difference "
+                 f"of a logit to the model in full precision {share}"]  # fmt: skip
+        if set(self.kinds) != {"F32"}:
+            lines[1] += (
+                f", which is the rounding of its weights: to the model with rounded weights "
+                f"{self.to_rounded:.2g}"
+            )
+        return "\n".join(lines)
 
 
 def export_gguf(
@@ -104,15 +112,28 @@ def export_gguf(
     with written_file(path) as temporary:
         _write(temporary, work, architecture, vocabulary, tensors, dtype)
         again, reader = _read_back(temporary, work, architecture, tensors)
-        found = difference(plain.model, again, sample_inputs(plain.model, None))
+        batch = sample_inputs(plain.model, None)
+        found = difference(plain.model, again, batch)
+        rounded = work if parsed is not None else _in_half(plain.model) if dtype == "f16" else None
+        to_rounded = found if rounded is None else difference(rounded, again, batch)
         size = temporary.stat().st_size
     kinds: dict[str, int] = {}
     for tensor in tensors.values():
         kinds[tensor.kind] = kinds.get(tensor.kind, 0) + 1
     return WrittenGguf(
-        path=path, architecture=architecture, kinds=kinds, difference=found, reader=reader,
-        num_bytes=size,
+        path=path, architecture=architecture, kinds=kinds, difference=found, to_rounded=to_rounded,
+        reader=reader, num_bytes=size,
     )  # fmt: skip
+
+
+def _in_half(model: Any) -> Any:
+    """A copy whose matrices are rounded to half floats."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(parameter.half())
+    return copied
 
 
 def check_architecture(model: Any) -> str:
