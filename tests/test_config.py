@@ -161,6 +161,7 @@ def test_changes_that_only_fit_together_are_applied_together():
         ("evaluate.prompt", "", "at least one character"),
         ("model.connection_overrides", "[{}]", "connection_overrides[0].connection is missing"),
         ("evaluate.prompt", "\ud800", "surrogate"),
+        ("evaluate.prompt", "caf\udce9", "holds the byte 0xe9 at character 3, which is not UTF-8"),
     ],
 )
 def test_bad_overrides_are_told_in_one_sentence(name, value, said):

@@ -32,6 +32,27 @@ def check_choice(what: str, value: str, choices: Iterable[str]) -> str:
     return value
 
 
+def not_utf8(text: str) -> str | None:
+    """What UTF-8 cannot hold of `text`, with what to do; None where it holds all.
+
+    Python reads a byte of an argument that is no UTF-8 as one of U+DC80 to U+DCFF.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found, where = text[error.start], f"at character {error.start}"
+        if "\udc80" <= found <= "\udcff":
+            return (
+                f"the byte 0x{ord(found) - 0xDC00:02x} {where}, which is not UTF-8; convert it, as "
+                "`iconv` does, or type it in a terminal that writes UTF-8"
+            )
+        return (
+            f"{found!r} {where}, half of a surrogate pair that UTF-8 cannot hold; write the "
+            "character itself or leave it out"
+        )
+    return None
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun: "1 scheme", "2 schemes", "1,024 tokens"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

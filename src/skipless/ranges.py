@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
-from skipless.errors import UserError, check_choice
+from skipless.errors import UserError, check_choice, not_utf8
 from skipless.scheme import Scheme
 
 
@@ -83,11 +83,8 @@ def text(where: str, config: Any, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, str) or not value:
             raise UserError(f"{where}.{name} is {value!r}; give at least one character")
-        if any(0xD800 <= ord(c) <= 0xDFFF for c in value):
-            raise UserError(
-                f"{where}.{name} is {value!r}, which holds half of a surrogate pair; write the "
-                "character itself"
-            )
+        if odd := not_utf8(value):
+            raise UserError(f"{where}.{name} is {value!r}, which holds {odd}")
 
 
 def schemes(where: str, config: Any, name: str) -> None:

@@ -106,6 +106,24 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments, said, capsys):
     assert error.startswith("skipless: ") and "\n" not in error
 
 
+@pytest.mark.parametrize("command", ["generate", "diagnose", "doctor"])
+def test_a_name_in_a_folder_that_is_here_is_no_name_of_a_hub(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    words = [command, "runs/nothere", *(["--prompt", "a"] if command == "generate" else [])]
+    for names, told in (
+        ((), "runs/nothere does not exist; runs is empty"),
+        (("mine", "abc"), "runs/nothere does not exist; runs holds abc, mine"),
+        (("no-there",), "runs/nothere does not exist; runs holds no-there"),
+    ):
+        for name in names:
+            (tmp_path / "runs" / name).mkdir()
+        assert main(words) == 2
+        assert capsys.readouterr().err == f"skipless: {told}\n"
+
+
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"{", b"[]"])
 def test_a_settings_file_that_is_none(content, tmp_path, capsys):
     (tmp_path / "mine.json").write_bytes(content)
@@ -116,9 +134,8 @@ def test_a_settings_file_that_is_none(content, tmp_path, capsys):
 def test_a_better_loss_at_low_precision_is_shown_with_one_sign(monkeypatch, capsys):
     row = {"scheme": "W8A8", "scope": "linear", "loss": 1.0, "increase": -0.0147}
     monkeypatch.setattr("skipless.cli.measuring.open_run", lambda run, tokens: run)
-    monkeypatch.setattr(
-        "skipless.measure.quantize_run", lambda run, **_: {"full_precision": 1.0147, "rows": [row]}
-    )
+    table = {"full_precision": 1.0147, "num_tokens": 64, "rows": [row]}
+    monkeypatch.setattr("skipless.measure.quantize_run", lambda run, **_: table)
     assert main(["quantize", "x"]) == 0
     assert "  -0.0147 nats" in capsys.readouterr().out
 

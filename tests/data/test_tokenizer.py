@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -89,6 +91,8 @@ def test_bad_input(tokenizer, tmp_path):
     for encode in (tokenizer.encode, lambda text: list(tokenizer.encode_chunks(text))):
         with pytest.raises(UserError, match="half of a surrogate pair"):
             encode("The \ud800 king")
+        with pytest.raises(UserError, match="the byte 0xe9 at character 3, which is not UTF-8"):
+            encode(os.fsdecode(b"caf\xe9"))
         with pytest.raises(UserError, match="int, not text"):
             encode(5)
     broken = tmp_path / "tokenizer.json"

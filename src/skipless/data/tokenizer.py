@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from skipless.errors import UserError
+from skipless.errors import UserError, not_utf8
 from skipless.files import write_atomic
 
 EOS = "<|endoftext|>"
@@ -105,13 +105,8 @@ def check_text(text: str) -> None:
     """Raise UserError unless `text` is a str that UTF-8 can hold (no half surrogate pair)."""
     if not isinstance(text, str):
         raise UserError(f"{str(text)[:80]!r} is {type(text).__name__}, not text; pass a str")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"the text holds {text[error.start]!r} at character {error.start}, half of a "
-            "surrogate pair that UTF-8 cannot hold; write the character itself or leave it out"
-        ) from None
+    if odd := not_utf8(text):
+        raise UserError(f"the text holds {odd}")
 
 
 def chunks(text: str, size: int = _CHUNK) -> Iterator[str]:

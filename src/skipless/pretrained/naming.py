@@ -6,6 +6,7 @@ the command line.
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 from pathlib import Path
@@ -82,7 +83,10 @@ def _hub_folder(name: str) -> str:
     """
     parent = Path(name).parent
     if parent.is_dir():
-        raise UserError(f"{name} does not exist in the folder {parent}, which does; name a folder")
+        there = sorted(folder.name for folder in parent.iterdir() if folder.is_dir())
+        near = difflib.get_close_matches(Path(name).name, there, n=3) or there[:8]
+        more = f"; {parent} holds {', '.join(near)}" if near else f"; {parent} is empty"
+        raise UserError(f"{name} does not exist{more}")
     if _reaches_hub():
         return name
     try:
