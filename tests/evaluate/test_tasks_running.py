@@ -238,6 +238,8 @@ def test_earlier_results_are_kept(copy_run, tmp_path, folder, capsys):
         (["--tasks", "piqa", "--text", "nowhere"], "--text is 'nowhere'"),
         (["--tasks", "piqa", "--schemes", "W99"], "99"),
         (["--tasks", "piqa", "--out", " "], "--out is empty"),
+        (["--tasks", "piqa", "--out", __file__], ".py is no folder; name a folder to write"),
+        (["--tasks", "piqa", "--out", f"{__file__}/in"], ".py is no folder; name a folder"),
         (["--schemes", "W8A8"], "--schemes goes with --tasks"),
         (["--limit", "3"], "--limit goes with --tasks"),
     ],

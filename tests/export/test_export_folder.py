@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipless.cli import main
+from skipless.errors import UserError
 from skipless.export import load_quantized
 from skipless.quant import quantization, quantize
 from skipless.train import load_run
@@ -130,3 +131,19 @@ def test_a_patched_folder_is_refused_by_name_and_its_fold_is_packed(layout, tmp_
     assert f"`skipless fold {patched} --out FOLDER`" in error
     assert main(["fold", str(patched), "--out", str(stock)]) == 0
     assert main(["export", str(stock), *words]) == 0 and out.exists()
+
+
+def test_another_process_was_faster(tiny_run, tmp_path, monkeypatch):
+    """Both looked before either wrote: the first folder stays."""
+    from skipless.export import export_folder, folders
+
+    def compare(*_):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "config.json").write_text(packed)
+        return 0.0
+
+    packed = json.dumps({"quantization_config": {"quant_method": "skipless"}})
+    monkeypatch.setattr(folders, "_difference", compare)
+    with pytest.raises(UserError, match="out exists already; name a folder that does not"):
+        export_folder(str(tiny_run), tmp_path / "out", "W8A8")
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["config.json"]

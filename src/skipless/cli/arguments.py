@@ -84,6 +84,17 @@ def check_out(out: str | None) -> None:
         raise UserError("--out is empty; name a directory, or leave --out away for the default")
 
 
+def check_out_folder(out: str | None) -> None:
+    """Raise UserError for an --out of nothing, and for one where no folder can be."""
+    check_out(out)
+    if out is None:
+        return
+    path = Path(out)
+    found = next((p for p in (path, *path.parents) if os.path.lexists(p)), None)
+    if found is not None and not found.is_dir():
+        raise UserError(f"--out is {out} and {found} is no folder; name a folder to write into")
+
+
 def new_folder(out: str | None) -> Path:
     """The folder that --out names, which has to be missing or empty; the next thing may be slow.
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from skipless.cli.arguments import (
     AsJson,
     Positional,
-    check_out,
+    check_out_folder,
     option,
     split_schemes,
     whole_number,
@@ -84,7 +84,7 @@ def eval_(
         raise UserError(f"--text is {text!r}, which does not exist; name a file or folder of text")
     if source not in ("wheel", "hub") and not Path(source).is_dir():
         raise UserError(f"--source is {source!r}; wheel, hub or a folder that exists was expected")
-    check_out(out)
+    check_out_folder(out)
     if backend == "own":  # a mistake is told before a model is read
         from skipless.evaluate.tasks.running import scored_tasks
 

@@ -185,6 +185,7 @@ def export_folder(
                 f"what was read back from {path} differs by {found[0]:.2g} of the largest number; "
                 "nothing was written, so report the model's config.json"
             )
+        free_folder(path)  # another process may have been there
 
     full_bytes = sum(p.numel() * p.element_size() for p in loaded.parameters())
     save_quantized(loaded, path, layout=layout, beside=beside)
