@@ -112,7 +112,8 @@ def test_a_name_in_a_folder_that_is_here_is_no_name_of_a_hub(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    words = [command, "runs/nothere", *(["--prompt", "a"] if command == "generate" else [])]
+    more = {"generate": ["--prompt", "a"], "diagnose": ["--out", "out"]}.get(command, [])
+    words = [command, "runs/nothere", *more]
     for names, told in (
         ((), "runs/nothere does not exist; runs is empty"),
         (("mine", "abc"), "runs/nothere does not exist; runs holds abc, mine"),
