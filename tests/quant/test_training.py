@@ -120,7 +120,7 @@ def test_learned_clips_move_and_are_kept():
     model = net()
     training = fit(model, "W3A3 from=0", learned_clips=True, calibration=[x])
     assert len(training.clips) == 4 and all(clip.grad is not None for clip in training.clips)
-    learned = [float(clip) for clip in training.clips]
+    learned = [float(clip.detach()) for clip in training.clips]
     out = model(x).detach()
     training.finish()
     torch.testing.assert_close(model(x), out, rtol=1e-4, atol=1e-5)
@@ -261,3 +261,28 @@ def test_learned_clips_of_convolutions_and_an_interruption():
     training.remove()
     plain = train_quantized(whole, "W4A4")
     assert plain.state_dict() == {}
+
+
+@pytest.mark.parametrize("plan", ["W4A4 scope=all from=0", "W4A4-KV8-P6 from=0.5"])
+def test_attention_probabilities_are_rounded_as_well(make_transformer, ids, plan):
+    model = make_transformer("residual").train()
+    attention = model.layers[0].self_attn
+    before = attention.implementation
+    plain = model(ids).logits
+    training = train_quantized(model, plan)
+    if "0.5" in plan:
+        torch.testing.assert_close(model(ids).logits, plain)
+    training.at(1.0)
+    found = model(ids, labels=ids)
+    found.loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert not torch.allclose(found.logits, plain, atol=1e-3)
+    training.finish()
+    sites = [site.site.kind for site in quantization(model).activations]
+    assert "probabilities" in sites
+    torch.testing.assert_close(model(ids).logits, found.logits)
+    restore(model)
+    assert attention.implementation == before
+    train_quantized(model, plan).remove()
+    assert attention.implementation == before
+    torch.testing.assert_close(model(ids).logits, plain)

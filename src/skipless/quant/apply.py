@@ -120,7 +120,7 @@ def _round(
 ) -> None:
     """Fill the record: methods prepare, weights are rounded, ranges fixed, codes chosen."""
     model, state = session.model, record.state
-    record.eager = _switch_to_eager(model, targets)  # methods may run the sites as well
+    record.eager = switch_to_eager(model, targets)  # methods may run the sites as well
     with torch.no_grad():
         for each in methods:
             each.prepare(session)
@@ -247,7 +247,7 @@ def _columns(target: ActivationTarget, session: Session) -> Tensor | None:
     return session.columns.get(site.module) if is_input else None
 
 
-def _switch_to_eager(
+def switch_to_eager(
     model: nn.Module, targets: list[ActivationTarget]
 ) -> list[tuple[ChoosesImplementation, str]]:
     """Make attention whose probabilities are a target compute them as a tensor.
@@ -264,10 +264,15 @@ def _switch_to_eager(
     return switched
 
 
+def switch_back(switched: list[tuple[ChoosesImplementation, str]]) -> None:
+    """Undo `switch_to_eager`, once."""
+    for attention, implementation in switched:
+        attention.implementation = implementation
+    switched.clear()
+
+
 def _detach(record: Quantization) -> None:
     for handle in record.handles:
         handle.remove()
     record.handles.clear()
-    for attention, implementation in record.eager:
-        attention.implementation = implementation
-    record.eager.clear()
+    switch_back(record.eager)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from skipless.compiled import forget_compiled, run_eagerly, unwrapped
 from skipless.errors import UserError
 from skipless.quant.activations import ActivationQuantizer, ForwardState, register_hooks
-from skipless.quant.apply import quantization, quantize
+from skipless.quant.apply import quantization, quantize, switch_back, switch_to_eager
 from skipless.quant.calibrate import run_calibration
 from skipless.quant.convolutions import is_convolution
 from skipless.quant.fake import clip_range, fake_quantize, integer_codes
@@ -41,7 +41,7 @@ from skipless.quant.subclasses import Replaced, combined, has_own_forward, named
 from skipless.quant.targets import WeightTarget, find_targets
 from skipless.quant.weights import as_matrix
 from skipless.scheme import Scheme, TrainingPlan
-from skipless.sites import bias_of, is_linear, weight_of
+from skipless.sites import ChoosesImplementation, bias_of, is_linear, weight_of
 
 _STATE = TRAINED
 FIRST_BITS = 8
@@ -104,6 +104,8 @@ class QuantizedTraining:
         self.layers = [(target, _Rounding(target)) for target in weights]
         self.targets = {site.site.name: site.bits for site in sites}
         self.handles: list[Any] = []
+        self.eager: list[tuple[ChoosesImplementation, str]] = []
+        """Attention modules that compute their probabilities as a tensor meanwhile."""
         self.clips: list[nn.Parameter] = []
         """Learned clips, for the optimiser; empty without `learned_clips`."""
 
@@ -173,6 +175,7 @@ class QuantizedTraining:
         """Take hooks and rounding away; the model is in full precision."""
         for handle in self.handles:
             handle.remove()
+        switch_back(self.eager)
         for target, own in self.layers:
             if hasattr(target.module, _STATE):
                 delattr(target.module, _STATE)
@@ -233,6 +236,7 @@ def train_quantized(
     sites = [ActivationQuantizer(target, target.scheme, state) for target in targets]
     training = QuantizedTraining(model, plan, weights, sites, state, include_convolutions)
     register_hooks(model, sites, state, training.handles)
+    training.eager = switch_to_eager(model, targets)
     if learned_clips:
         try:
             _learn_clips(training, calibration)
