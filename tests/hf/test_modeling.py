@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from skipless.config import ConnectionConfig, ModelConfig
+from skipless.errors import UserError
 from skipless.hf import (
     SkiplessConfig,
     SkiplessForCausalLM,
@@ -252,6 +253,16 @@ def test_a_classifier_equals_the_own_one(causal, tmp_path):
     assert loss.loss.item() == pytest.approx(
         F.mse_loss(loss.logits[:, 0], torch.tensor([0.5, -1.0])).item()
     )
+    for wrong, told in (
+        (torch.tensor([0, 3]), "labels hold 3; 0 to 2 were expected"),
+        (torch.tensor([0]), r"shape \[1\]; one for each of the 2 texts"),
+        (torch.tensor([0.0, 1.0]), "labels are float32 and config.problem_type is 'single"),
+    ):
+        with pytest.raises(UserError, match=told):
+            model(ids(), labels=wrong)
+    many = SkiplessForSequenceClassification(settings(num_labels=3)).eval()
+    assert many(ids(), labels=torch.ones(2, 3)).loss > 0  # several classes a text
+    assert many.config.problem_type == "multi_label_classification"
 
 
 def test_defaults_are_the_papers():

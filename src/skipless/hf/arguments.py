@@ -19,6 +19,7 @@ from skipless.model import Attention
 __all__ = [
     "as_asked",
     "attention_probabilities",
+    "check_classes",
     "check_given",
     "check_labels",
     "check_length",
@@ -85,12 +86,7 @@ def check_labels(labels: Tensor, shape: tuple[int, ...], size: int) -> None:
             f"{list(shape)} were expected, the input_ids themselves or -100"
         )
     if labels.device.type == "cpu":
-        wrong = labels[((labels < 0) & (labels != -100)) | (labels >= size)]
-        if len(wrong):
-            raise UserError(
-                f"labels hold {int(wrong[0])}; 0 to {size - 1} were expected, or -100 where "
-                "nothing is asked"
-            )
+        _check_range(labels, size)
 
 
 def check_padding_side(mask: Any) -> None:
@@ -119,6 +115,37 @@ def check_length(prompt: int, total: int, limit: int) -> None:
             f"a prompt of {prompt} tokens and {total - prompt} new ones exceed the {limit} that "
             "the model takes (config.max_position_embeddings); set max_new_tokens to "
             f"{limit + 1 - prompt} at most"
+        )
+
+
+def check_classes(labels: Tensor, rows: int, config: Any) -> None:
+    """Raise UserError unless `labels` are one for each of `rows`, of the kind that
+    `config.problem_type` says: classes are whole numbers [B] (seen on the CPU)."""
+    if not labels.ndim or labels.shape[0] != rows:
+        raise UserError(
+            f"labels have shape {list(labels.shape)}; one for each of the {rows} texts was expected"
+        )
+    whole = not labels.is_floating_point()
+    kind = config.problem_type or (
+        "single_label_classification" if whole and config.num_labels > 1 else ""
+    )
+    if kind != "single_label_classification":
+        return
+    if not whole:
+        raise UserError(
+            f"labels are {_kind(labels)} and config.problem_type is {kind!r}; whole numbers were "
+            "expected, or another problem_type"
+        )
+    if labels.device.type == "cpu":
+        _check_range(labels, config.num_labels)
+
+
+def _check_range(labels: Tensor, size: int) -> None:
+    wrong = labels[((labels < 0) & (labels != -100)) | (labels >= size)]
+    if len(wrong):
+        raise UserError(
+            f"labels hold {int(wrong[0])}; 0 to {size - 1} were expected, or -100 where nothing is "
+            "asked"
         )
 
 

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassi
 
 from skipless.hf.arguments import (
     as_asked,
+    check_classes,
     check_labels,
     check_length,
     check_padding_side,
@@ -165,6 +166,7 @@ class SkiplessForSequenceClassification(SkiplessPreTrainedModel):
         pooled = layout.pool(out.last_hidden_state, attention_mask, 0, self.config.causal)
         logits, loss = self.score(pooled), None
         if labels is not None:
+            check_classes(labels, logits.shape[0], self.config)
             loss = self.loss_function(
                 logits=logits, labels=labels, pooled_logits=logits, config=self.config
             )
