@@ -70,7 +70,8 @@ def generate(
         ignore_end: go on after the token that ends texts.
         scheme: quantise first, such as W8A8-KV8 (docs/quantise.md).
         scope: what the scheme touches; integers are fused in linear.
-        kv_bits: keys and values as integers, 2 to 16 bits, beside any scheme or alone.
+        kv_bits: keys and values as integers, 2 to 16 bits, beside any scheme or alone; stored in 4,
+            8 or 16 bits, so that 2 and 3 take as much room as 4.
         engine: simulated computes a scheme in floating point.
         device: cpu, cuda, cuda:N or mps; schemes run on integers on the CPU.
     """

@@ -52,6 +52,11 @@ class PackedTensor:
         self.width = 0
 
     @property
+    def stored_bits(self) -> int:
+        """Bits that a code takes here: 4, 8, 16 or 32."""
+        return 4 if self.nibbles else 8 * self.dtype.itemsize
+
+    @property
     def num_bytes(self) -> int:
         """What the codes and scales take, room to grow included."""
         held = [t for t in (self.codes, self.scales) if t is not None]

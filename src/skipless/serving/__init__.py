@@ -1,6 +1,7 @@
 """A model that writes: opened by name, on the fastest engine that fits, a token at a time.
 
-opening.py   a run, a folder of packed integers or a Hugging Face model, under a scheme
+opening.py   a run, a folder of packed integers or a Hugging Face model, under a scheme; checking.py
+             which of them write text
 stepping.py  logits of the next token, with whatever cache the model keeps
 pieces.py    token ids as text that can be printed at once: whole characters, no stop text
 writing.py   one prompt from beginning to end, with the times

@@ -23,6 +23,8 @@ from skipless.errors import UserError
 from skipless.model import Transformer
 from skipless.pretrained.quantised import is_compressed, is_packed
 from skipless.quant import Scheme, integer_layers, quantization, quantize, to_integer
+from skipless.quant.kvcache import PackedTensor
+from skipless.serving.checking import check_foreign, check_ours, rounded_by_others
 from skipless.serving.stepping import ForeignSteps, OwnSteps
 from skipless.surgery.checking import check_finite
 
@@ -124,9 +126,9 @@ def open_writer(
     check_finite(model, name)
     is_ours = isinstance(model, Transformer)
     if is_ours:
-        _check_ours(name, model)
+        check_ours(name, model)
     else:
-        _check_foreign(name, model)
+        check_foreign(name, model)
     if parsed is not None and not is_ours and parsed.kv_bits is not None:
         # keys and values of transformers' models are no sites: the cache rounds them
         kv_bits, granularity = parsed.kv_bits, parsed.activation_granularity
@@ -144,6 +146,7 @@ def open_writer(
     if writer.kv_bits is not None:
         _check_cache(writer)
         writer.engine += f", cache of {writer.kv_bits}-bit integers"
+    writer.engine += _stored(writer)
     return writer
 
 
@@ -215,7 +218,7 @@ def _start(model: Any, engine: str, place: torch.device, source: str) -> tuple[s
     if record is None:
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         if is_compressed(Path(source)):
-            what = "weights and activations" if _rounded_by_others(model) else "weights"
+            what = "weights and activations" if rounded_by_others(model) else "weights"
             return "simulated", f"{what} rounded by compressed-tensors ({dtype}) on {place.type}"
         return "full", f"full precision ({dtype}) on {place.type}"
     name = f"{record.scheme}" + ("" if record.scope == "linear" else f" in scope {record.scope}")
@@ -235,6 +238,20 @@ def _start(model: Any, engine: str, place: torch.device, source: str) -> tuple[s
     except UserError as error:
         return "integers", f"{name}, linear layers on integers ({engines}); not fused: {error}"
     return "fused", f"{name} on integers ({engines}), fused: few C++ calls a token"
+
+
+def _stored(writer: Writer) -> str:
+    """What is said of a cache whose codes take more bits than they have."""
+    record, bits, symmetric = quantization(writer.model), writer.kv_bits, True
+    if bits is None and record is not None and writer.kind in ("fused", "integers"):
+        bits, symmetric = record.scheme.kv_bits, record.scheme.symmetric
+    if bits is None:
+        return ""
+    stored = PackedTensor(bits, symmetric=symmetric).stored_bits
+    if stored == bits:
+        return ""
+    what = f", keys and values of {bits} bits" if writer.kv_bits is None else ""
+    return f"{what}, each stored in {stored} bits"
 
 
 def _check_cache(writer: Writer) -> None:
@@ -262,38 +279,6 @@ def _device(name: str, *, quantised: bool) -> torch.device:
         return choose_device("cpu" if name == "auto" and quantised else name)
     except UserError as error:
         raise UserError(str(error).replace("train.device", "--device")) from None
-
-
-def _check_ours(name: str, model: Transformer) -> None:
-    config = model.config
-    if config.num_labels is not None or not config.causal:
-        what = "is a classifier" if config.num_labels is not None else "sees later tokens"
-        raise UserError(f"{name} {what}, and only a causal language model writes text")
-
-
-def _check_foreign(name: str, model: Any) -> None:
-    from skipless.surgery.reading import no_next_token
-
-    # a range that all tokens share would let the last move those before it
-    record, others = quantization(model), _rounded_by_others(model)
-    if record is not None:
-        record.state.mode = "off"
-    for module in others:
-        module.quantization_enabled = False
-    try:
-        reason = no_next_token(model)
-    finally:
-        if record is not None:
-            record.state.mode = "quantize"
-        for module in others:
-            module.quantization_enabled = True
-    if reason:
-        raise UserError(f"{name} is no causal language model: {reason}")
-
-
-def _rounded_by_others(model: Any) -> list[Any]:
-    """Modules whose inputs the package compressed-tensors rounds."""
-    return [m for m in model.modules() if getattr(m, "quantization_enabled", None) is True]
 
 
 def _is_own(tokenizer: Any) -> bool:
