@@ -79,7 +79,7 @@ def _of_transformers(facts: Facts) -> list[str]:
         f"from transformers import AutoModelFor{kind}, AutoTokenizer",
         "",
         f"model = AutoModelFor{kind}.from_pretrained({_HERE}{trust})",
-        f"tokenizer = AutoTokenizer.from_pretrained({_HERE})",
+        f"tokenizer = AutoTokenizer.from_pretrained({_HERE}{trust})",
         f'inputs = tokenizer({facts.config.evaluate.prompt!r}, return_tensors="pt")',
     ]
     if facts.is_classifier:
