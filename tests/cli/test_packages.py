@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skipless import packages
-from skipless.cli import COMMANDS
+from skipless.cli import COMMANDS, main
 from skipless.errors import UserError
 from skipless.packages import NotInstalledError, install_line, need, not_installed
 from skipless.surgery.records import RECORD
@@ -137,6 +137,27 @@ def test_the_sentence(monkeypatch):
         assert install_line("datasets").startswith("pip install 'datasets>=")
     finally:
         packages._requirements.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("matplotlib.figure", "matplotlib>="), ("tokenizers", "tokenizers>="), ("a_bug", "")],
+)
+def test_a_package_that_no_room_asks_for_first(name, told, monkeypatch, capsys):
+    """What is known is told; another module that is missing is a bug, and shows where."""
+
+    def missing(*_):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr("skipless.cli._run", missing)
+    if not told:
+        with pytest.raises(ModuleNotFoundError):
+            main(["list"])
+        return
+    assert main(["list"]) == 2
+    assert f"is not installed; install it with `pip install '{told}" in capsys.readouterr().err
+    with pytest.raises(ModuleNotFoundError):
+        main(["list", "--traceback"])
 
 
 def test_nothing_tells_to_install_the_project_from_an_index():

@@ -10,6 +10,7 @@ import shlex
 from pathlib import Path
 
 from skipless.card.facts import Facts
+from skipless.packages import install_line
 
 _HERE = '"."'
 """The card's own folder; on a hub OWNER/NAME takes its place."""
@@ -91,7 +92,7 @@ def _of_transformers(facts: Facts) -> list[str]:
     elif holds.is_own and not holds.has_code:
         lines.insert(0, "import skipless.hf  # teaches transformers the model")
     if holds.kind == "compressed":
-        lines.insert(0, "# pip install compressed-tensors")
+        lines.insert(0, f"# {install_line('compressed_tensors')}")
     return [*_block("python", *lines), *([] if holds.has_code else _generate(facts, "."))]
 
 

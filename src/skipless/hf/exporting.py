@@ -59,9 +59,10 @@ class ExportedModel:
 
     def describe(self) -> str:
         """One line."""
-        text = f"{self.model}, read back: largest difference of a logit {self.difference:.2g}"
+        share = f"{self.difference:.2g} of the largest one"
+        text = f"{self.model}, read back: largest difference of a logit to the run's {share}"
         if self.num_tokens:
-            text += f", {self.num_tokens} greedy tokens equal with and without cache"
+            text += f", {self.num_tokens} greedy tokens equal, with and without cache"
         return text
 
 

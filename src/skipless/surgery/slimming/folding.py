@@ -72,8 +72,11 @@ class Folded:
         ) or "nothing"  # fmt: skip
         kept = f"\nnorm gains that stay: {'; '.join(self.kept)}" if self.kept else ""
         zeroed = f"\nweights of 0 for: {', '.join(self.zeroed)}" if self.zeroed else ""
-        difference = f"largest relative logit difference {self.difference:.2g}"
-        return f"folded {counts}: {difference}{kept}{zeroed}"
+        difference = f"{self.difference:.2g} of the largest one"
+        return (
+            f"folded {counts}: largest difference of a logit to the model before {difference}"
+            f"{kept}{zeroed}"
+        )
 
 
 def fold(
