@@ -97,8 +97,8 @@ def test_subjects_and_their_first_examples(subject, tmp_path):
         "Question 2 of anatomy?\nA. a cork\nB. a pear\nC. a stone\nD. a hat\nAnswer: C\n\n"
         "Question 0 of anatomy?\nA. a cork\nB. a pear\nC. a stone\nD. a hat\nAnswer: A\n\n"
     )
-    with pytest.raises(UserError, match="is 4 and there are 3 examples of world_religions"):
-        score_tasks(model, tokenizer, ["mmlu"], source=str(folder), num_fewshot=4)
+    with pytest.raises(UserError, match="is 6 and there are 5 examples of world_religions"):
+        score_tasks(model, tokenizer, ["mmlu"], source=str(folder), num_fewshot=6)
     # without examples of their own, the other questions of the subject
     (folder / "mmlu" / "dev.jsonl").unlink()
     with pytest.raises(UserError, match="is 1 and there are 0 examples of world_religions"):
