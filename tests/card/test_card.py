@@ -222,3 +222,10 @@ def test_links_to_the_docs(run):
     text = card_text(run, docs="https://example.org/docs/")
     assert "[C7](https://example.org/docs/equations.md#c7-anneal) anneal" in text
     assert "](/equations" not in card_text(run)
+
+
+def test_settings_that_are_lost_make_no_card(run):
+    """Defaults would be the settings of another run."""
+    (run / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="config.json holds no settings of a training"):
+        card_text(run)

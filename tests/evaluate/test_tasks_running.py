@@ -250,6 +250,12 @@ def test_bad_words(words, message, tiny_run, capsys):
     assert message in error and error.count("\n") == 1
 
 
+def test_a_damaged_config_is_told_as_such(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"train": ')
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "config.json is not valid JSON" in capsys.readouterr().err
+
+
 def test_without_lm_eval(tiny_run, folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     words = ["eval", str(tiny_run), "--tasks", "piqa", "--backend", "lm-eval"]

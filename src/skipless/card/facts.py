@@ -12,7 +12,7 @@ from typing import Any
 from skipless.card.held import Held, what_holds
 from skipless.config import RunConfig
 from skipless.errors import UserError
-from skipless.rundir import ENVIRONMENT, RunDir
+from skipless.rundir import CONFIG, ENVIRONMENT, RunDir
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,11 @@ def read_facts(run: str | Path, folder: Path | None, *, docs: str = "") -> Facts
     """Everything of `run` that a card tells. Raises UserError for what is no run."""
     directory = RunDir.open(run)
     config = directory.config()
+    if "train" not in (_object(directory, CONFIG) or {}):  # every run says it; defaults are others'
+        raise UserError(
+            f"{run}/{CONFIG} holds no settings of a training; name a run directory, or restore the "
+            "file from a copy"
+        )
     result = _object(directory, "train.json")
     step = None if result is None else result.get("step")
 

@@ -17,6 +17,7 @@ from skipless.cli.arguments import (
 from skipless.cli.measuring import OWN, open_run
 from skipless.cli.terminal import aligned, evaluation_line, frequency_lines, print_json
 from skipless.errors import UserError
+from skipless.jsonable import parse_json, read_text
 from skipless.scheme import Scheme
 
 CALIBRATION_TOKENS = 2048
@@ -123,6 +124,9 @@ def _loss(
         from skipless.pretrained.quantised import refuse_packed
 
         refuse_packed(Path(model))
+        file = Path(model) / "config.json"
+        if file.is_file():  # a damaged one is why it is no run
+            parse_json(read_text(file), where=str(file))
         raise UserError(
             f"{model} is no run, which has its held-out text; give --text FILE to measure the loss "
             "on, or --tasks"
