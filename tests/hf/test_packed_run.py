@@ -53,6 +53,9 @@ def test_what_the_packed_folder_of_a_run_is_not(tiny_run, tmp_path):
     folder = tmp_path / "packed"
     export_folder(str(tiny_run), folder, "W8A8")
     tokenizer, run = AutoTokenizer.from_pretrained(folder), load_run(tiny_run)
+    made = AutoModelForCausalLM.from_pretrained(folder)
+    for settings in (made.config, made.generation_config):
+        assert settings.eos_token_id == settings.pad_token_id == run.tokenizer.eos_id
     assert tokenizer("the king said")["input_ids"] == run.tokenizer.encode("the king said")
     expected = run.tokenizer.for_transformers(32)
     for key in ("eos_token_id", "pad_token_id", "padding_side", "model_max_length",

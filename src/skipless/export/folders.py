@@ -120,7 +120,7 @@ def open_quantized(
     if for_transformers and isinstance(loaded, Transformer):
         from skipless.hf.converting import from_transformer, inner_name
 
-        loaded = from_transformer(loaded)
+        loaded = from_transformer(loaded, tokenizer=None if run is None else run.tokenizer)
         if parsed is not None:
             named = [f"{inner_name(pattern)}={text}" for pattern, text in parsed.overrides]
             parsed = parsed.base.with_overrides(named)

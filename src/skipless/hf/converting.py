@@ -27,12 +27,18 @@ _BODY = "model."
 """In front of the names of all but the head."""
 
 
-def from_transformer(model: Transformer, **settings: Any) -> Any:
+def from_transformer(model: Transformer, *, tokenizer: Any = None, **settings: Any) -> Any:
     """`model` as transformers has it, in eval mode, with copies of its weights.
 
-    `settings` go into the config, such as eos_token_id. Raises UserError for a quantised model.
+    `settings` go into the config, such as eos_token_id; `tokenizer`, one of ours, gives the token
+    that ends texts and pads, as its `for_transformers` does. Raises UserError for a quantised
+    model.
     """
     _check_unrounded(model)
+    end = getattr(tokenizer, "eos_id", None)
+    if end is not None:
+        writes = {"eos_token_id": end} if model.config.num_labels is None else {}
+        settings = {"pad_token_id": end, **writes, **settings}
     config = SkiplessConfig.from_model_config(model.config, **settings)
     cls = SkiplessForCausalLM if model.config.num_labels is None else (
         SkiplessForSequenceClassification

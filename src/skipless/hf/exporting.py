@@ -92,11 +92,7 @@ def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> Export
         if len(names) == run.config.model.num_labels == len(set(names)):
             more["id2label"] = dict(enumerate(names))
             more["label2id"] = {name: label for label, name in enumerate(names)}
-    if run.tokenizer.eos_id is not None:
-        more["pad_token_id"] = run.tokenizer.eos_id  # as the tokenizer below
-        if run.config.model.num_labels is None:
-            more["eos_token_id"] = run.tokenizer.eos_id
-    model = from_transformer(run.model, **more)
+    model = from_transformer(run.model, tokenizer=run.tokenizer, **more)
     tokenizer = run.tokenizer.for_transformers(run.config.model.max_position_embeddings)
     _check_tokenizer(tokenizer, run.tokenizer)
     with written_folder(path) as staging, _quiet():

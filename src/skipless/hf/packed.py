@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from skipless.data import load_tokenizer
 from skipless.errors import UserError
 from skipless.hf.body import SkiplessPreTrainedModel
 from skipless.hf.converting import from_transformer, inner_name
@@ -49,7 +50,8 @@ def open_packed_run(cls: Any, path: Path, **options: Any) -> Any:
     own = load_quantized(path)
     tensors, settings = saved_form(own)
     restore(own)
-    found = from_transformer(own)
+    there = (path / "tokenizer.json").is_file()  # not where Python saved a model of its own
+    found = from_transformer(own, tokenizer=load_tokenizer(path) if there else None)
     if not isinstance(found, cls):
         raise UserError(f"{path} holds a {type(found).__name__}, not a {cls.__name__}; load that")
     settings = _inner(settings)
