@@ -170,6 +170,18 @@ def test_a_row_that_is_left_out_is_in_no_order(make, tmp_path):
     assert "Left out of the comparisons: shampoo" in text and "Over these 4 rows" not in text
 
 
+def test_losses_say_of_how_many_tokens_they_are(pair, edit):
+    runs = pair()
+    for run, count in zip(runs, (4096, 4096), strict=True):
+        edit(run, "eval.json", lambda e, count=count: e.update(num_tokens=count))
+    assert "Held-out losses are means over 4,096 tokens." in say(runs, "How sure this is")
+    edit(runs[0], "eval.json", lambda e: e.update(num_tokens=2048))
+    assert "means over 2,048 to 4,096 tokens." in say(runs, "How sure this is")
+    (runs[0] / "eval.json").unlink()  # then quant.json counts
+    edit(runs[0], "quant.json", lambda q: q.update(num_tokens=1024))
+    assert "means over 1,024 to 4,096 tokens." in say(runs, "How sure this is")
+
+
 def test_one_seed_is_said(pair):
     assert "One seed a row" in say(pair(), "How sure this is")
 

@@ -214,7 +214,7 @@ def _tokenizer(source: str, model: Any, transformers: Any) -> Any:
         return None  # for some families transformers makes one without words
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        if getattr(model.config, "model_type", None) == "skipless":
+        if getattr(getattr(model, "config", None), "model_type", None) == "skipless":
             tokenizer.split_special_tokens = True  # a text means what it means to the run
         tokenizer("a")  # settings that do not fit are noticed only here
         return tokenizer

@@ -137,6 +137,17 @@ def held_out_loss(run: RunData) -> float | None:
     return losses[-1] if losses else None
 
 
+def held_out_tokens(run: RunData) -> int | None:
+    """The tokens that `held_out_loss` is the mean over; None where no file says so."""
+    if number(run.evaluation, "held_out_loss") is not None:
+        found = number(run.evaluation, "num_tokens")
+    elif number(run.quant, "full_precision") is not None:
+        found = number(run.quant, "num_tokens")
+    else:
+        found = number(run.result, "held_out_tokens")
+    return None if found is None else int(found)
+
+
 def loss_at(run: RunData, tokens: float) -> float | None:
     """Held-out loss after `tokens` training tokens, interpolated; None outside the curve."""
     xs, ys = held_out_curve(run)

@@ -124,6 +124,14 @@ class Comparison:
         return tuple(p for p in self.pairs if p.row.is_ranked and p.reference.is_ranked)
 
     @property
+    def held_out_tokens(self) -> str:
+        """What the held-out losses are means over: "8,192", or the least and the most; empty where
+        it is not known, or counted in passages."""
+        found = [measures.held_out_tokens(run) for row in self.rows for run in row.runs]
+        counts = sorted({count for count in found if count})
+        return " to ".join(f"{count:,}" for count in dict.fromkeys(counts[:1] + counts[-1:]))
+
+    @property
     def gain(self) -> float | None:
         """By how many nats the best row beats token frequencies; None without a loss."""
         gains = [r.unigram_loss - r.loss for r in self.rows if measures.is_known(r.loss)]

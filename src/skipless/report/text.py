@@ -53,6 +53,8 @@ def print_table(run_dirs: Sequence[str | Path], *, file: Any = None) -> None:
         console.width = 120
     comparison = compare(load_runs(run_dirs))
     console.print(summary_table(comparison))
+    if counted := comparison.held_out_tokens:
+        console.print(f"Held-out loss in nats, the mean over {counted} tokens.")
     for statement in verdict(comparison):
         if statement.topic == "In short":
             console.print(" ".join(statement.sentences), markup=False)

@@ -76,6 +76,8 @@ def _certainty(comparison: Comparison) -> list[str]:
             f"{number}; ± is the standard error over seeds"
             + (" (over held-out text where there is one seed)." if single else ".")
         ]
+    if counted := comparison.held_out_tokens:
+        sentences.append(f"Held-out losses are means over {counted} tokens.")
     errors = [p.standard_error for p in comparison.judged if is_known(p.standard_error)]
     if errors:
         sentences.append(
