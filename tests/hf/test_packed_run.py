@@ -9,10 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from skipless.cli import main
+from skipless.config import ModelConfig
 from skipless.errors import UserError
 from skipless.export import export_folder, load_quantized, save_quantized
 from skipless.hf import SkiplessForCausalLM
 from skipless.hf.converting import inner_name
+from skipless.model import Transformer
 from skipless.quant import integer_layers, quantization, quantize, restore, to_integer
 from skipless.train import load_run
 
@@ -74,6 +76,19 @@ def test_what_the_packed_folder_of_a_run_is_not(tiny_run, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="does not fit its config.json"):
         AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_packed_classifier_and_a_run_itself(tiny_run, tmp_path):
+    config = ModelConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                         vocab_size=40, num_labels=3)  # fmt: skip
+    own = Transformer(config, seed=1).eval()
+    quantize(own, "W4A8-w:channel")
+    save_quantized(own, tmp_path / "packed")
+    made = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        assert torch.equal(made(IDS).logits, own(IDS).logits)
+    with pytest.raises(UserError, match="config.json is that of a run; `skipless export RUN"):
+        SkiplessForCausalLM.from_pretrained(tiny_run)
 
 
 def test_names_inside():

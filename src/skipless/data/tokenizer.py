@@ -16,6 +16,7 @@ from typing import Any
 
 from skipless.errors import UserError, not_utf8
 from skipless.files import write_atomic
+from skipless.packages import need
 
 EOS = "<|endoftext|>"
 _EOS_NAMES = (EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "[SEP]")
@@ -49,6 +50,7 @@ class Tokenizer:
         fine-tune expect of every tokenizer. `split_special_tokens` reads these characters as any
         others, as `encode` does: for texts that one did not write.
         """
+        need("transformers")
         from transformers import PreTrainedTokenizerFast
 
         eos = None if self.eos_id is None else self.inner.id_to_token(self.eos_id)

@@ -97,6 +97,11 @@ class SkiplessConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """As transformers' own, also of the packed folder of a run, whose settings lie deeper."""
         if isinstance(model := config_dict.get("model"), dict):
+            if "quantization_config" not in config_dict:
+                raise UserError(
+                    "config.json is that of a run; `skipless export RUN --format hf --out FOLDER` "
+                    "writes a folder for transformers"
+                )
             made = cls.from_model_config(ModelConfig.from_dict(model, where="model."))
             packed = {"quantization_config": config_dict.get("quantization_config")}
             config_dict = {**made.to_dict(), **packed}

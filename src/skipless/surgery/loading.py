@@ -18,6 +18,7 @@ import torch
 from skipless.errors import UserError
 from skipless.jsonable import parse_json, read_text
 from skipless.model import Connection
+from skipless.packages import need
 from skipless.surgery.patching import patch_as
 from skipless.surgery.reading import check_layers, check_shapes
 from skipless.surgery.records import RECORD
@@ -39,6 +40,7 @@ def load(directory: str | os.PathLike, **options: Any) -> Any:
     path = Path(directory)
     settings = _read_config(path)
     rows, model_type = settings.pop(RECORD), settings.pop("skipless_model_type")
+    need("transformers")
     import transformers
 
     name = class_name(settings)
