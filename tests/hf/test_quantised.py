@@ -44,6 +44,17 @@ def test_a_quantised_model_is_not_saved_as_its_weights_alone(make, tmp_path):
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), plain)
 
 
+def test_a_quantised_part_is_not_saved_as_its_weights_alone(tmp_path):
+    model = build()
+    quantize(model.model, "W8A8")
+    with pytest.raises(UserError, match=r"^model is quantised by itself .* restore\(model.model\)"):
+        model.save_pretrained(tmp_path / "no")
+    restore(model.model)
+    model.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert torch.equal(logits(again), logits(model))
+
+
 @pytest.mark.parametrize("make", [build, llama])
 @pytest.mark.parametrize("scheme", ["W8A8-a:token", "W4A4", "W8A8-w:g16"])
 def test_a_loaded_model_is_saved_by_the_scheme_that_it_has_now(make, scheme, tmp_path):

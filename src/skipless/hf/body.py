@@ -38,6 +38,10 @@ from skipless.sites import Site
 
 __all__ = ["SkiplessModel", "SkiplessPreTrainedModel"]
 
+_RECORD = "_skipless_quantization"
+"""Where `skipless.quant` keeps what it did to a module. Not imported: a folder with code
+(`remote.py`) has no part of that room."""
+
 
 class SkiplessPreTrainedModel(PreTrainedModel):
     """What the three classes share."""
@@ -84,6 +88,18 @@ class SkiplessPreTrainedModel(PreTrainedModel):
             if parameter.device.type == "cpu" and parameter.data_ptr() % 64:
                 parameter.data = parameter.data.clone()
         return found
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """As transformers' own. Raises UserError while a part of the model is quantised by itself,
+        as the whole does (`skipless.quant.record`)."""
+        for name, module in self.named_modules():
+            if module is not self and (part := getattr(module, _RECORD, None)):
+                raise UserError(
+                    f"{name} is quantised by itself with {part.scheme}, and save_pretrained would "
+                    f"write its rounded weights alone; call restore(model.{name}), and quantise "
+                    "the whole model for skipless.export.save_quantized"
+                )
+        super().save_pretrained(*args, **options)
 
     def initialize_weights(self) -> None:
         """Fill what no file held: the body by the role of each matrix (I1-I7), a head normally."""
