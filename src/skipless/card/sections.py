@@ -156,12 +156,13 @@ def _loss(facts: Facts) -> list[str]:
 def _loss_of_training(facts: Facts) -> list[str]:
     """What the last step of training measured, where nothing was measured since."""
     command = f"skipless eval {_run(facts)}"
-    found = None if facts.result is None else facts.result.get("held_out_loss")
+    result = facts.result or {}
+    found = result.get("held_out_loss")
     if not isinstance(found, (int, float)):
         return _not_measured("held-out loss", command)
     unit = "passage" if facts.is_classifier else "token"
     rows = [(f"loss, nats a {unit}", _number(found, ".4f"))]
-    counted = facts.result.get("held_out_tokens")
+    counted = result.get("held_out_tokens")
     if isinstance(counted, int):
         rows.append((f"held-out {unit}s", f"{counted:,}"))
     lines = _table(("held out", "value"), rows)
