@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 Curve = tuple[tuple[float, float], ...]
 """(step, value) pairs in order of steps."""
@@ -134,5 +134,5 @@ class Evidence:
         return dataclasses.replace(self, **filled)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

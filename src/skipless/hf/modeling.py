@@ -97,7 +97,8 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
         lengths beyond `config.max_position_embeddings`.
         """
         check_padding_side(options.get("attention_mask"))
-        return super().generate(*args, **options)
+        theirs: Any = super()  # whose types ask for a protocol of transformers' own
+        return theirs.generate(*args, **options)
 
     def _prepare_attention_mask_for_generation(self, *args: Any, **options: Any) -> Tensor:
         """The mask that transformers tells by `pad_token_id` where none was given."""
@@ -114,7 +115,8 @@ class SkiplessForCausalLM(SkiplessPreTrainedModel, GenerationMixin):
         **options: Any,
     ) -> Any:
         """Here transformers knows how long the texts may become, and has computed nothing yet."""
-        made = super()._prepare_generated_length(
+        theirs: Any = super()
+        made = theirs._prepare_generated_length(
             generation_config, input_ids_length=input_ids_length, inputs_tensor=inputs_tensor,
             **options,
         )  # fmt: skip
