@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from skipless.cli import main
 from skipless.data.tokenizer import train_tokenizer
+from skipless.errors import UserError
 from skipless.export import export_folder
 from skipless.quant import quantize
 from skipless.serving import open_writer
@@ -24,7 +25,8 @@ def test_a_run_in_that_layout_writes_and_is_measured(tiny_run, tmp_path, text_fi
     export_folder(str(tiny_run), folder, scheme, layout=LAYOUT)
     assert main(["generate", str(folder), "--prompt", "the king", "--max-new-tokens", "5"]) == 0
     said = capsys.readouterr()
-    assert "rounded by compressed-tensors" in said.err and "Decompressing" not in said.err
+    what = "weights" if "Afp" in scheme else "weights and activations"
+    assert f"{what} rounded by compressed-tensors" in said.err and "Decompress" not in said.err
     assert said.out.strip()
     words = ["generate", str(folder), "--prompt", "the king", "--kv-bits", "8", "--json"]
     assert main([*words, "--max-new-tokens", "5"]) == 0
@@ -36,6 +38,13 @@ def test_a_run_in_that_layout_writes_and_is_measured(tiny_run, tmp_path, text_fi
         words = ["eval", str(name), "--text", str(text_file), "--num-tokens", "256", "--json"]
         assert main(words) == 0
         measured.append(json.loads(capsys.readouterr().out)["held_out_loss"])
+    loaded = open_writer(str(folder)).model  # the check whether it writes switched rounding off
+    ids = torch.arange(2, 18)[None]
+    with torch.no_grad():
+        rounded = loaded(ids).logits
+        for module in loaded.modules():
+            module.quantization_enabled = False
+        assert torch.equal(loaded(ids).logits, rounded) == ("Afp" in scheme)
     # ranges of activations are the package's own; weights are the same
     assert measured[0] == pytest.approx(measured[1], rel=1e-6 if "Afp" in scheme else 0.01)
 
@@ -57,6 +66,24 @@ def test_a_model_of_transformers_writes_what_it_computes(tmp_path, capsys):
     assert writer.engine.startswith("weights rounded by compressed-tensors")
     assert main(["generate", str(tmp_path / "out"), "--prompt", "a", "--scheme", "W8A8"]) == 2
     assert "holds integers already; leave out --scheme" in capsys.readouterr().err
+
+
+def test_a_range_of_all_tokens_is_no_look_ahead(tmp_path, monkeypatch):
+    """The last of the tokens that are tried has the largest value, which all are rounded by."""
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                         num_attention_heads=4, vocab_size=300)  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.eye(32)[0]
+    model.save_pretrained(tmp_path / "plain")
+    train_tokenizer(["the king said: come and go. " * 9], 300, tmp_path / "plain/tokenizer.json")
+    export_folder(str(tmp_path / "plain"), tmp_path / "out", "W8A8", layout=LAYOUT)
+    assert "weights and activations" in open_writer(str(tmp_path / "out")).engine
+    monkeypatch.setattr("skipless.serving.checking.rounded_by_others", lambda model: [])
+    with pytest.raises(UserError, match="sees the token that it would have to predict"):
+        open_writer(str(tmp_path / "out"))
 
 
 def test_what_reads_it_is_named_where_it_is_refused(tiny_run, tmp_path, text_file, capsys, hidden):

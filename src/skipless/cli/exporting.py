@@ -193,7 +193,8 @@ def _onnx(
         lines.append(f"its tokenizer stays in {tokenizer}")
         answer["tokenizer"] = str(tokenizer)
     note = "ONNX Runtime runs it; skipless.export.open_session opens it there with safe settings"
-    return lines, answer, note if scheme else note.removesuffix(" with safe settings")
+    rounds = any(found.sqnr_file is not None for found in done.files.values())
+    return lines, answer, note if rounds else note.removesuffix(" with safe settings")
 
 
 def _llama(

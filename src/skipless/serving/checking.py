@@ -40,4 +40,5 @@ def check_foreign(name: str, model: Any) -> None:
 
 def rounded_by_others(model: Any) -> list[Any]:
     """Modules whose inputs the package compressed-tensors rounds."""
-    return [m for m in model.modules() if getattr(m, "quantization_enabled", None) is True]
+    found = ((m, getattr(m, "quantization_scheme", None)) for m in model.modules())
+    return [m for m, scheme in found if getattr(scheme, "input_activations", None) is not None]
