@@ -164,6 +164,7 @@ def test_what_is_damaged_or_of_another_kind_is_refused(folder, tmp_path):
     refused("format_version 'x'", changed(format_version="x"))
     refused("did you mean 'rezero'", changed(connection="rezeros"))
     refused("hidden_size is 'x'", changed(hidden_size="x"))
+    refused("^connection is 3; a name or an object", changed(connection=3))
     refused("unknown setting hiden_size; did you mean 'hidden_size'", changed(hiden_size=3))
     refused("did you mean 'attention_temperature'", changed(temperature={"beta": 1.1}))
     refused("connection_overrides is 5; a list", changed(connection_overrides=5))

@@ -203,6 +203,8 @@ def _check_heads_and_rotation(extra: dict[str, Any], head_dim: int, theta: float
 def _part(cls: type[Config], value: Any, name: str) -> Any:
     if value is None or isinstance(value, cls):
         return value or cls()
+    if not isinstance(value, dict):
+        raise UserError(f"{name} is {value!r}; a name or an object of settings was expected")
     with giving():
         return cls.from_dict(value, where=f"{name}.")
 
