@@ -111,7 +111,8 @@ def save_run(run: LoadedRun, path: Path, *, remote_code: bool = False) -> Export
 
 def _check_tokenizer(made: PreTrainedTokenizerFast, own: Any) -> None:
     for text in ("The king said: “no more”, and went.\n\n  42", "a<|endoftext|>b"):
-        options = {"add_special_tokens": False, "split_special_tokens": True}  # as `encode` does
+        # as `encode` does
+        options: dict[str, Any] = {"add_special_tokens": False, "split_special_tokens": True}
         found, expected = made(text, **options)["input_ids"], own.encode(text)
         if found != expected or made.decode(found) != own.decode(expected):
             raise UserError(
