@@ -93,8 +93,9 @@ def test_every_command_without_optional_packages(copy_run, text_file, cache, tmp
     fine = [
         ["generate", run, "--prompt", "the king", "--max-new-tokens", "2"], ["card", run],
         ["eval", run], ["list"], ["show", "demo-fast-rf-kl"], ["models", "list"], ["data", "list"],
-        ["export", run, "--out", packed], ["generate", packed, "--prompt", "the", "--engine", "simulated"],
-        ["probe", run], ["report", run, "--out", f"{out}.html"],
+        ["export", run, "--out", packed], ["probe", run],
+        ["generate", packed, "--prompt", "the", "--engine", "simulated"],
+        ["report", run, "--out", f"{out}.html"],
     ]  # fmt: skip
     lines = [words for group in wanted.values() for words in group] + fine
     apart = {"demo", "sweep", "compare-connections"}  # they train, as `train` does
