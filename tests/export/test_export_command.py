@@ -70,8 +70,13 @@ def test_a_run_as_onnx(tiny_run, tmp_path, capsys):
     assert "model_cached.onnx  run by ONNX Runtime and compared with our model" in said
     assert "open_session" in said and "up to 32 tokens, past ones included" in said
     names = {entry.name for entry in folder.iterdir()}
-    assert names == {"model.onnx", "model_cached.onnx", "weights.bin", "tokenizer.json",
-                     "tokenizer_config.json"}
+    assert names == {
+        "model.onnx",
+        "model_cached.onnx",
+        "weights.bin",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     words = ["export", str(tiny_run), "--format", "onnx", "--scheme", "W8A12-static"]
     assert main([*words, "--num-tokens", "256", "--out", str(file), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["files"]["a.onnx"]
