@@ -9,14 +9,6 @@ from skipless.config import ConnectionConfig, InitConfig, ModelConfig
 from skipless.model import Transformer
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=["residual", "none"])
 def model(request) -> Transformer:
     config = ModelConfig(

@@ -172,7 +172,7 @@ def test_files_that_are_missing_or_not_text(tmp_path):
 
 def test_the_hub_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="needs the datasets package"):
+    with pytest.raises(UserError, match="datasets is not installed, which reads --source hub"):
         read_rows(find_tasks(["piqa"])[0], "hub")
 
 

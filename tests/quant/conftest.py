@@ -40,9 +40,8 @@ class TinyModel(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
+def _threads_come_back():
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 

@@ -46,7 +46,7 @@ def test_our_gains_are_gone_and_the_logits_are_not(kind, settings, tag, capsys):
     assert folded.model.config.connection.kind == "residual" and not folded.model.gains()
     assert all(bool((b.input_layernorm.weight == 1).all()) for b in folded.model.layers)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "not a copy"
-    assert f"difference {folded.difference:.2g}" in capsys.readouterr().err
+    assert f"to the model before {folded.difference:.2g} of the" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["constant", "learned_layer", "learned_head"])

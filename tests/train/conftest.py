@@ -3,7 +3,6 @@
 import random
 
 import pytest
-import torch
 
 from skipless.config import (
     DataConfig,
@@ -17,11 +16,6 @@ from skipless.data import prepare
 
 TEXT = "the king said lord my come go of and to with from not be thou art speak no more"
 WORDS = TEXT.split()
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread():
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
