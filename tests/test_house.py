@@ -23,7 +23,7 @@ ORDER = [
     ("heads",),
     ("recipes", "model", "optim", "data", "probes"),
     ("quant", "pretrained"),
-    ("evaluate",),
+    ("evaluate", "packed"),
     ("train",),
     ("measure", "surgery", "card"),
     ("decoding", "hf", "export"),

@@ -19,22 +19,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from skipless.config import ModelConfig
 from skipless.errors import UserError, check_choice
 from skipless.export.compressed_tensors import settings_of
 from skipless.jsonable import parse_json, read_text
 from skipless.model import Transformer
-from skipless.outputs import free_folder, replaced_folder, set_aside
+from skipless.outputs import free_folder, replaced_folder
+from skipless.packed import (
+    CONFIG,
+    LAYOUTS,
+    MODEL_TYPE,
+    WEIGHTS,
+    holds_decoder,
+    load_packed,
+    read_packed_config,
+)
 from skipless.quant import Quantization, quantization, to_integer
 from skipless.quant.bits import SUFFIXES, unpack_weight
-from skipless.quant.saved import METHOD, check_settings, is_packed, resume, saved_form
-
-LAYOUTS = ("skipless", "compressed-tensors")
-MODEL_TYPE = "skipless"
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+from skipless.quant.saved import saved_form
 
 
 def save_quantized(
@@ -71,12 +74,12 @@ def save_quantized(
     with replaced_folder(path, _check_free) as temporary:
         if isinstance(model, Transformer):
             text = json.dumps(config, indent=2) + "\n"
-            (temporary / _CONFIG).write_text(text, encoding="utf-8")
+            (temporary / CONFIG).write_text(text, encoding="utf-8")
         else:
             tensors = _untied(model, tensors)
             _write_transformers_config(model, temporary, settings)
-        save_file(tensors, temporary / _WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(temporary / _CONFIG, temporary / _WEIGHTS)  # safetensors makes it 0600
+        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)  # safetensors makes it 0600
         if beside is not None:
             beside(temporary)
     return path
@@ -88,9 +91,9 @@ def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
     Raises UserError for a folder that holds no quantised model, or a damaged one.
     """
     path = Path(directory)
-    config = _read_config(path)
-    if _is_ours(config):
-        model = _load_ours(path, config)
+    config = read_packed_config(path)
+    if holds_decoder(config):
+        model = load_packed(path, config)
     else:
         import skipless.hf  # noqa: F401  teaches transformers the format
         from skipless.surgery.reading import read_model
@@ -103,7 +106,7 @@ def load_quantized(directory: str | Path, *, integer: bool = False) -> Any:
 def is_quantized(directory: str | Path) -> bool:
     """Whether the folder holds a model of ours that `save_quantized` wrote."""
     try:
-        return _is_ours(_read_config(Path(directory)))
+        return holds_decoder(read_packed_config(Path(directory)))
     except UserError:
         return False
 
@@ -115,7 +118,7 @@ def read_weights(directory: str | Path, record: Quantization) -> dict[str, Tenso
     """
     from safetensors.torch import load_file
 
-    tensors = load_file(Path(directory) / _WEIGHTS)
+    tensors = load_file(Path(directory) / WEIGHTS)
     found = {}
     for weight in record.weights:
         stem, scheme = weight.name.removesuffix("weight"), weight.scheme
@@ -123,62 +126,6 @@ def read_weights(directory: str | Path, record: Quantization) -> dict[str, Tenso
         codes = unpack_weight(weight.name, parts, scheme.weight_bits, scheme.group_size)
         found[weight.name] = codes.dequantize().flatten(1)
     return found
-
-
-def _is_ours(config: dict[str, Any]) -> bool:
-    """Whether the folder holds a `Transformer`; our models in transformers have flat settings."""
-    return config.get("model_type") == MODEL_TYPE and "model" in config
-
-
-def _load_ours(path: Path, config: dict[str, Any]) -> Transformer:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    settings = config["quantization_config"]
-    try:
-        tensors = load_file(path / _WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{path / _WEIGHTS} cannot be read ({error}); save it again") from None
-    plain = {n: t for n, t in tensors.items() if not is_packed(n, settings)}
-    with torch.device("meta"):  # to draw weights that the file replaces takes long
-        model = Transformer(ModelConfig.from_dict(config["model"], where="model."))
-    own = model.state_dict()
-    tied_too = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    needed = {n for n, _ in model.named_parameters()} | (set(own) - tied_too)
-    missing = needed - set(plain) - set(settings["weights"])
-    wrong = [n for n, t in plain.items() if n not in own or own[n].shape != t.shape]
-    if missing or wrong:
-        name = sorted(missing or wrong)[0]
-        raise UserError(f"{name} in {path} does not fit its config.json; save the model again")
-    dtype = next((t.dtype for t in plain.values() if t.is_floating_point()), None)
-    model.to_empty(device="cpu").to(dtype)
-    model.load_state_dict(plain, strict=False)
-    resume(model, tensors, settings)
-    return model
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / _CONFIG
-    config = parse_json(read_text(file), where=str(file)) if file.is_file() else {}
-    settings = config.get("quantization_config") if isinstance(config, dict) else None
-    if (old := set_aside(path)) is not None:
-        raise UserError(
-            f"{path} was being replaced when its process was killed, and what it held is whole in "
-            f"{old}; rename that folder"
-        )
-    if isinstance(settings, dict) and settings.get("quant_method") == LAYOUTS[1]:
-        raise UserError(
-            f"{path} is in the layout {LAYOUTS[1]}: transformers reads it where that package is "
-            "installed (after `import skipless.hf`, if it was made of a run), and `skipless "
-            "generate` does"
-        )
-    if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
-        raise UserError(
-            f"{path} holds no model quantised by skipless; save one with save_quantized or "
-            "`skipless export`"
-        )
-    check_settings(settings, str(file))
-    return config
 
 
 def _check_free(path: Path) -> None:
@@ -192,7 +139,7 @@ def _check_free(path: Path) -> None:
         if not os.path.isdir(path):
             raise
     try:
-        config = parse_json(read_text(path / _CONFIG), where=_CONFIG)
+        config = parse_json(read_text(path / CONFIG), where=CONFIG)
         method = config["quantization_config"]["quant_method"]
     except (UserError, KeyError, TypeError):
         method = None
@@ -223,7 +170,7 @@ def _write_transformers_config(model: Any, folder: Path, settings: dict[str, Any
     model.config.save_pretrained(folder)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    file = folder / _CONFIG
+    file = folder / CONFIG
     config = json.loads(file.read_text(encoding="utf-8"))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")

@@ -19,6 +19,7 @@ from skipless.errors import UserError
 from skipless.hf.body import SkiplessPreTrainedModel
 from skipless.hf.converting import from_transformer, inner_name
 from skipless.hf.quantizer import SkiplessQuantizationConfig, SkiplessQuantizer
+from skipless.packed import load_packed, read_packed_config
 from skipless.quant import restore
 from skipless.quant.saved import resume, saved_form
 from skipless.scheme import Scheme
@@ -40,14 +41,12 @@ def open_packed_run(cls: Any, path: Path, **options: Any) -> Any:
 
     Raises UserError for a folder of another class, a damaged one, and other options.
     """
-    from skipless.export import load_quantized
-
     if unknown := sorted(set(options) - _KNOWN):
         raise UserError(
             f"{path} is the packed folder of a run, which is read without {unknown[0]}; leave it "
             "out, or export the run with --format hf"
         )
-    own = load_quantized(path)
+    own = load_packed(path, read_packed_config(path)).eval()
     tensors, settings = saved_form(own)
     restore(own)
     there = (path / "tokenizer.json").is_file()  # not where Python saved a model of its own
