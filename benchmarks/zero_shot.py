@@ -126,7 +126,11 @@ def products(sizes: list[int], model: Any) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 questions of two tasks")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="4 questions of two tasks, of whose time half is our scorer's trial",
+    )
     parser.add_argument("--model", default="smollm2-135m", help="of `skipless models list`")
     parser.add_argument("--limit", type=int, default=200, help="questions a task or subject")
     parser.add_argument("--tasks", nargs="+", default=list(CORE8))

@@ -169,7 +169,7 @@ def test_a_trunk_is_computed_once(monkeypatch):
     pytest.importorskip("transformers")
     model = llama()
     flat_requests = [r for q in SUBJECTS for r in q]
-    monkeypatch.setattr("skipless.evaluate.tasks.passes.TRUNK", 30)
+    monkeypatch.setattr("skipless.evaluate.tasks.trees.TRUNK", 30)
     trunks = plan_trunks(flat_requests, 64, least=30)
     assert sorted(length for length, _ in trunks) == [39, 40]
     assert sorted(n for _, numbers in trunks for n in numbers) == list(range(16))
@@ -210,7 +210,9 @@ def test_a_cache_that_does_not_forget_is_noticed():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicCache, "crop", lambda self, count: None)
-        assert choose_mode(llama(), SUBJECTS)[0] != "tree"
+        assert choose_mode(llama(), SUBJECTS)[0] == "tree"  # nothing has a trunk
+        patch.setattr("skipless.evaluate.tasks.trees.TRUNK", 30)
+        assert choose_mode(llama(), SUBJECTS, 64)[0] != "tree"
 
 
 def test_the_models_own_greedy_text_is_greedy(model):

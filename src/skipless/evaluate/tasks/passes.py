@@ -18,7 +18,7 @@ from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller
 from skipless.evaluate.tasks.encoding import Encoded
 from skipless.evaluate.tasks.planning import pieces, plan
-from skipless.evaluate.tasks.trees import TRUNK, grow, plan_trees, plan_trunks
+from skipless.evaluate.tasks.trees import grow, plan_trees, plan_trunks
 from skipless.quant import quantization
 
 LONG_ANSWER = 48
@@ -113,7 +113,7 @@ class Worker:
         requests = [self.at(place) for place in places]
         trunks = [(0, list(range(len(requests))))]
         if self.caller.has_cache:
-            most, least = (0, 1) if always else (batch_tokens, TRUNK)
+            most, least = (0, 1) if always else (batch_tokens, None)
             trunks = plan_trunks(requests, most, least=least)
             batch_tokens = 1 if always else batch_tokens  # several rows after a trunk, to try it
         for length, numbers in trunks:

@@ -156,7 +156,8 @@ def _one_scheme(
     """Scores and seconds by task, the answers, and how it was scored and why not faster."""
     found, answers, note = [], [], ""
     if mode == "auto":
-        mode, note = choose_mode(model, [q for questions in asked for q in questions.encoded])
+        everything = [q for questions in asked for q in questions.encoded]
+        mode, note = choose_mode(model, everything, batch_tokens)
     for questions in asked:
         start = time.perf_counter()
         scores = score_requests(model, questions.encoded, mode=mode, batch_tokens=batch_tokens)

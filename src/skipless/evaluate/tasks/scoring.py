@@ -27,7 +27,7 @@ from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
 from skipless.evaluate.tasks.encoding import Encoded, shared_length
 from skipless.evaluate.tasks.passes import Score, Worker
-from skipless.evaluate.tasks.trees import common_length
+from skipless.evaluate.tasks.trees import common_length, plan_trunks
 from skipless.quant import evaluation_mode, quantization
 
 Mode = Literal["auto", "tree", "shared", "plain", "single"]
@@ -66,7 +66,7 @@ def score_requests(
         raise UserError(f"batch_tokens is {batch_tokens}; a positive number was expected")
     note = ""
     if mode == "auto":
-        mode, note = choose_mode(model, questions)
+        mode, note = choose_mode(model, questions, batch_tokens)
     scores = _score(model, questions, mode, batch_tokens, on_scored)
     return Scores(scores=scores, mode=mode, note=note)
 
@@ -98,7 +98,9 @@ def _score(
     return [[found[q, i] for i in range(len(r))] for q, r in enumerate(questions)]
 
 
-def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tuple[Mode, str]:
+def choose_mode(
+    model: nn.Module, questions: Sequence[Sequence[Encoded]], batch_tokens: int = BATCH_TOKENS
+) -> tuple[Mode, str]:
     """The fastest way that keeps the numbers, and why it is not a faster one, where it is not.
 
     Costs a few passes over two short questions, of a quantised model over four. Raises UserError
@@ -120,6 +122,8 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
     ]
     if not any(is_there for _, is_there in ways):
         return "plain", ""
+    trunks = plan_trunks([request for q in questions for request in q], batch_tokens)
+    tries = {"tree": (False, True) if any(length for length, _ in trunks) else (False,)}
     sample = _sample(sharing or list(questions), is_rounded)
     expected, note = _score(model, sample, "plain"), ""
     for mode, is_there in ways:
@@ -128,7 +132,7 @@ def choose_mode(model: nn.Module, questions: Sequence[Sequence[Encoded]]) -> tup
         try:
             gap = max(
                 _gap(_score(model, sample, mode, always=always), expected)
-                for always in ((False, True) if mode == "tree" else (True,))
+                for always in tries.get(mode, (True,))
             )
         except (TypeError, AttributeError, NotImplementedError, ValueError, RuntimeError,
                 IndexError, UserError) as error:  # fmt: skip

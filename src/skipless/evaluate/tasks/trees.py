@@ -85,13 +85,14 @@ def plan_trees(requests: Sequence[Encoded], most: int) -> list[list[int]]:
 
 
 def plan_trunks(
-    requests: Sequence[Encoded], most: int, *, least: int = TRUNK
+    requests: Sequence[Encoded], most: int, *, least: int | None = None
 ) -> list[tuple[int, list[int]]]:
     """(tokens of the trunk, 0 for none, numbers of the requests that have it), each request once.
 
-    Requests that share `least` tokens have a trunk where one row of `most` tokens does not hold
-    them all. It ends before anything is predicted.
+    Requests that share `least` tokens (TRUNK) have a trunk where one row of `most` tokens does not
+    hold them all. It ends before anything is predicted.
     """
+    least = TRUNK if least is None else least
     found: list[tuple[int, list[int]]] = [(0, [])]
 
     def close() -> None:
