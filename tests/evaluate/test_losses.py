@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tasks_material import llama
 from torch import nn
 
 from skipless.errors import UserError
@@ -97,17 +98,13 @@ def test_padding_is_left_out(model, batches):
 
 
 def test_padding_on_the_left_is_left_out():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-                                 intermediate_size=48, vocab_size=61)
-    ).eval()  # fmt: skip
+    pytest.importorskip("transformers")
+    model = llama()
     ids = torch.randint(1, 61, (2, 9), generator=torch.Generator().manual_seed(0))
     padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids], 1)
-    report = loss(llama, [{"input_ids": padded, "attention_mask": (padded > 0).long()}])
+    report = loss(model, [{"input_ids": padded, "attention_mask": (padded > 0).long()}])
     assert report.num_tokens == 16
-    assert report.nats == pytest.approx(loss(llama, [ids]).nats, rel=1e-5)
+    assert report.nats == pytest.approx(loss(model, [ids]).nats, rel=1e-5)
 
 
 def test_ids_of_32_bits(model, batches):
@@ -127,17 +124,13 @@ def test_mode_and_gradients_are_left_as_they_were(model, batches):
 
 
 def test_hugging_face_model_agrees_with_its_own_loss():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    llama = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
-                                 intermediate_size=48, vocab_size=61)
-    ).eval()  # fmt: skip
+    pytest.importorskip("transformers")
+    model = llama()
     ids = torch.arange(24).view(2, 12)
     with torch.no_grad():
-        expected = llama(input_ids=ids, labels=ids).loss
-    assert loss(llama, [ids]).nats == pytest.approx(float(expected), rel=1e-5)
-    assert loss(llama, [{"input_ids": ids}]).nats == pytest.approx(float(expected), rel=1e-5)
+        expected = model(input_ids=ids, labels=ids).loss
+    assert loss(model, [ids]).nats == pytest.approx(float(expected), rel=1e-5)
+    assert loss(model, [{"input_ids": ids}]).nats == pytest.approx(float(expected), rel=1e-5)
 
 
 class Constant(nn.Module):

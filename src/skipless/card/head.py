@@ -23,7 +23,7 @@ def head(facts: Facts) -> str:
         "---",
         "# license: yours to choose; those of the training texts stand under Attribution",
         *(named if languages else ["# language: yours to name, of texts not known here"]),
-        f"library_name: {facts.holds.library}",
+        f"library_name: {facts.holds.hub_name}",
         f"pipeline_tag: text-{'classification' if facts.is_classifier else 'generation'}",
         "tags:",
         *(f"- {tag}" for tag in tags(facts)),

@@ -38,7 +38,7 @@ class Held:
         return self.kind in ("packed", "compressed")
 
     @property
-    def library(self) -> str:
+    def hub_name(self) -> str:
         """What the hub calls the program that reads it."""
         other = {"run": "skipless", "onnx": "onnx", "gguf": "gguf"}
         return other.get(self.kind, "transformers")
