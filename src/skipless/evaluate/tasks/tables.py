@@ -12,7 +12,7 @@ from typing import Any
 from skipless.errors import counted
 from skipless.evaluate.tasks.catalog import CORE8
 from skipless.evaluate.tasks.statistics import ROUNDING
-from skipless.files import make_directory, to_strict_json, write_atomic
+from skipless.files import disk_error, make_directory, to_strict_json, write_atomic
 
 JSON, MARKDOWN, PLOT, DOCUMENTS = "tasks.json", "tasks.md", "tasks.png", "tasks-documents.jsonl"
 
@@ -208,6 +208,7 @@ def keep_earlier(folder: Path, summary: Mapping[str, Any]) -> Path | None:
     """Rename earlier results in `folder` that hold what `summary` does not: tasks-1.json and so on.
 
     Returns the path of their JSON; None where there are none, or all of it was measured again.
+    Raises UserError when the disk refuses.
     """
     try:
         earlier = json.loads((folder / JSON).read_text(encoding="utf-8"))
@@ -220,8 +221,12 @@ def keep_earlier(folder: Path, summary: Mapping[str, Any]) -> Path | None:
         return None
     number = next(n for n in itertools.count(1) if not (folder / f"tasks-{n}.json").exists())
     for name in (DOCUMENTS, PLOT, MARKDOWN, JSON):  # what tells that there is something goes last
-        if (folder / name).exists():
+        try:
             (folder / name).rename(folder / name.replace("tasks", f"tasks-{number}", 1))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise disk_error(folder / name, error) from None
     return folder / f"tasks-{number}.json"
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skipless.evaluate.tasks.encoding import Encoded
+from skipless.evaluate.tasks.encoding import Encoded, common_length
 from skipless.evaluate.tasks.planning import PASS_TOKENS
 
 QUADRATIC = 1000
@@ -116,12 +116,6 @@ def plan_trunks(
             run, length, size = [number], before_targets, len(inputs)
     close()
     return [(length, numbers) for length, numbers in found if numbers]
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _cost(size: int) -> float:
